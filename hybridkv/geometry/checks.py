@@ -32,7 +32,7 @@ def sizes(name: str, value: object, *, expected: str, count: int | None = None) 
         refuse(name, expected, value)
     entries = cast("tuple[object, ...]", value)
     if count is not None and len(entries) != count:
-        refuse(name, expected, value)
+        refuse(name, expected, entries)
     return tuple(size(f"{name} entry", entry) for entry in entries)
 
 

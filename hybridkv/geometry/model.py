@@ -203,16 +203,25 @@ class ModelGeometry:
         )
 
     def replace(self, **changes: Any) -> ModelGeometry:
-        """Return a copy with other fields, checked again."""
+        """Return a copy with other fields, checked again. `max_loops` and `loop_layout` reach into the loop."""
+        for name, field in (("max_loops", "max_loops"), ("loop_layout", "layout")):
+            if name in changes:
+                value = changes.pop(name)
+                loop: LoopSpec | None = changes.get("loop", self.loop)
+                if loop is None:
+                    refuse(name, "left out for a model without loop", value)
+                changes["loop"] = replace(loop, **{field: value})
         known = [field.name for field in fields(self)]
         for name in changes:
             if name not in known:
-                raise UsageError(f"field must be one of {', '.join(known)}, got {name!r}")
+                raise UsageError(
+                    f"field must be one of {', '.join(known)}, max_loops, loop_layout, got {name!r}"
+                )
         return replace(self, **changes)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ModelGeometry:
-        """Return a published model by its lower-case name, with fields replaced by `overrides`."""
+        """Return a published model by its lower-case name, with `overrides` as in `replace`."""
         from hybridkv.geometry.presets import preset
 
         return preset(name).replace(**overrides)
@@ -230,8 +239,8 @@ class ModelGeometry:
     ) -> ModelGeometry:
         """Read a Hugging Face `config.json`: its path, its directory, or the mapping itself.
 
-        `overrides` are fields of this class, and for looped models `max_loops` and `loop_layout`. The dtype of the
-        weights is not read: KV and convolution state are bf16 unless overridden.
+        `overrides` as in `replace`. The dtype of the weights is not read: KV and convolution state are bf16 unless
+        overridden. Where the file declares an fp32 state, the live state is fp32, the retained one bf16.
         """
         from hybridkv.geometry.from_config import from_config
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridkv.errors import UsageError
 from hybridkv.geometry.model import ModelGeometry
-from hybridkv.geometry.specs import AttentionSpec, LoopSpec, RecurrentKind, RecurrentSpec, conv_sections
+from hybridkv.geometry.specs import AttentionSpec, LoopSpec, RecurrentKind, RecurrentSpec
 
 Attention = tuple[int, int, int, int]
 Recurrent = tuple[str, int, tuple[int, ...], int, int]
@@ -75,15 +75,8 @@ def _attention(row: Attention) -> AttentionSpec:
 def _recurrent(row: Recurrent) -> RecurrentSpec:
     kind, layers, shape, groups, width = RecurrentKind(row[0]), *row[1:]
     state = None if kind is RecurrentKind.SHORT_CONV else shape
-    sections = conv_sections(kind, state, groups, channels=shape[0])
-    return RecurrentSpec(
-        kind=kind,
-        layers=layers,
-        state_shape=state,
-        conv_dim=sum(sections),
-        conv_width=width,
-        groups=groups,
-        conv_sections=sections,
+    return RecurrentSpec.derived(
+        kind=kind, layers=layers, state_shape=state, conv_width=width, groups=groups, channels=shape[0]
     )
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from math import prod
 from typing import TYPE_CHECKING
 
-from hybridkv.errors import UnsupportedError, UsageError
+from hybridkv.errors import UnsupportedError
 from hybridkv.geometry.checks import refuse, resolve, size, sizes
 
 if TYPE_CHECKING:
@@ -135,6 +135,29 @@ class RecurrentSpec:
     groups: int = 1
     conv_sections: tuple[int, ...] = ()
 
+    @classmethod
+    def derived(
+        cls,
+        *,
+        kind: RecurrentKind,
+        layers: int,
+        state_shape: tuple[int, ...] | None,
+        conv_width: int,
+        groups: int = 1,
+        channels: int = 0,
+    ) -> RecurrentSpec:
+        """Build a spec whose convolution follows from the state's shape; `channels` of it where there is no state."""
+        sections = conv_sections(kind, state_shape, groups, channels)
+        return cls(
+            kind=kind,
+            layers=layers,
+            state_shape=state_shape,
+            conv_dim=sum(sections),
+            conv_width=conv_width,
+            groups=groups,
+            conv_sections=sections,
+        )
+
     def __post_init__(self) -> None:
         kind = resolve(RecurrentKind, "recurrent.kind", self.kind)
         object.__setattr__(self, "kind", kind)
@@ -149,7 +172,7 @@ class RecurrentSpec:
             refuse("recurrent.conv_width", "at least 2 where there is no state", 0)
         if self.conv_sections:
             self._check_sections()
-        else:
+        elif self.conv_dim:
             implied = conv_sections(kind, self.state_shape, self.groups, self.conv_dim)
             found = implied if sum(implied) == self.conv_dim else (self.conv_dim,)
             object.__setattr__(self, "conv_sections", found)
@@ -255,6 +278,6 @@ class LoopSpec:
 
     def plane_of(self, loop: int) -> int:
         """Plane that `loop` (1-based) writes and reads."""
-        if isinstance(loop, bool) or not 1 <= loop <= self.max_loops:
-            raise UsageError(f"loop must be 1 to {self.max_loops}, got {loop!r}; loops count from 1")
+        if size("loop", loop, hint="loops count from 1") > self.max_loops:
+            refuse("loop", f"1 to max_loops ({self.max_loops})", loop)
         return min(loop, self.planes) - 1
