@@ -247,6 +247,10 @@ class PagePool:
         """Whether nobody holds the page and no index knows it."""
         return self.references[page] == 0 and not self.published[page]
 
+    def references_of(self, pages: Ids) -> NDArray[np.int32]:
+        """Execution references of each page."""
+        return self.references[pages]
+
     def generation_of(self, page: int) -> object:
         """Changes whenever the page is handed out anew."""
         return int(self.generation[page])

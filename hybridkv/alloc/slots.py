@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.alloc.pages import NO_STAMP, Ids, PagePool, ReclaimQueue
 from hybridkv.errors import CorruptionError, UsageError
@@ -151,6 +152,11 @@ class SlotPool:
         """Who must be told before this slot goes elsewhere."""
         slab, slot = self._at(line)
         return slab.owners[slot]
+
+    def references_of(self, lines: Ids) -> NDArray[np.int32]:
+        """Execution references of each slot."""
+        found = (self._at(line) for line in lines.tolist())
+        return np.array([slab.references[slot] for slab, slot in found], np.int32)
 
     def generation_of(self, line: int) -> object:
         """Changes whenever the slot or its page is handed out anew."""

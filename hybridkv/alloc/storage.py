@@ -67,10 +67,10 @@ class Storage:
         self.on_loss: Callable[[AttentionBlock | Checkpoint], None] = lambda _: None
 
     # ------------------------------------------------------------------------------------------------ room
-    def shortage(self, wanted: Wanted, reserve: Mapping[str, int] | None = None) -> Refused | None:
-        """None if `wanted` can be taken now and `reserve` pages of each pool stay obtainable, else what is short."""
+    def page_demand(self, wanted: Wanted, *, spare: bool = True) -> dict[str, int]:
+        """Pages of each pool that `wanted` takes; slots of held slabs that are free or cached cost none."""
         pages = dict.fromkeys(self.pools, 0)
-        slots = dict.fromkeys(range(len(self.slot_pools)), 0)
+        slots = [0] * len(self.slot_pools)
         for shape, count in wanted:
             for line in shape:
                 units = line.groups * line.count * count
@@ -78,10 +78,15 @@ class Storage:
                     pages[line.store.name] += units
                 else:
                     slots[self.slot_pools.index(line.store)] += units
-        for index, units in slots.items():
-            store = self.slot_pools[index]
-            if units > store.spare:
-                pages[store.pool.name] += -(-(units - store.spare) // store.slots_per_page)
+        for store, units in zip(self.slot_pools, slots, strict=True):
+            short = units - store.spare if spare else units
+            if short > 0:
+                pages[store.pool.name] += -(-short // store.slots_per_page)
+        return pages
+
+    def shortage(self, wanted: Wanted, reserve: Mapping[str, int] | None = None) -> Refused | None:
+        """None if `wanted` can be taken now and `reserve` pages of each pool stay obtainable, else what is short."""
+        pages = self.page_demand(wanted)
         for name, count in pages.items():
             needed = count + (reserve[name] if reserve else 0)
             if count and needed > self.pools[name].obtainable:
@@ -90,6 +95,13 @@ class Storage:
             for name, pool in self.pools.items():
                 if pool.obtainable - pages[name] < reserve[name]:
                     return Refused(name, pages[name] + reserve[name], pool.obtainable)
+        return None
+
+    def never(self, wanted: Wanted) -> Refused | None:
+        """What `wanted` lacks even in empty pools, or None."""
+        for name, count in self.page_demand(wanted, spare=False).items():
+            if count > self.pools[name].size:
+                return Refused(name, count, self.pools[name].size, never=True)
         return None
 
     def take(self, wanted: Wanted) -> list[dict[StateKind, NDArray[np.int32]]]:
@@ -133,10 +145,17 @@ class Storage:
         for kind, ids in _gather(states):
             self.by_kind[kind].release(ids, touch=touch)
 
-    def untake(self, units: Mapping[StateKind, NDArray[np.int32]]) -> None:
-        """Undo a `take` that nobody wrote."""
-        for kind, ids in reversed(units.items()):
-            self.by_kind[kind].untake(ids.ravel())
+    def untake(self, taken: list[dict[StateKind, NDArray[np.int32]]]) -> None:
+        """Undo a `take` that nobody wrote, in reverse order, so that the free lists are as before."""
+        for whole in (False, True):
+            for units in reversed(taken):
+                for kind, ids in reversed(units.items()):
+                    if isinstance(self.by_kind[kind], PagePool) == whole:
+                        self.by_kind[kind].untake(ids.ravel())
+
+    def idle(self, state: State) -> bool:
+        """Whether nobody holds a reference on any unit of the state."""
+        return not any(self.by_kind[kind].references_of(ids.ravel()).any() for kind, ids in state)
 
     def publish(self, state: AttentionBlock | Checkpoint) -> None:
         """The state's units tell it from now on before they go elsewhere."""
