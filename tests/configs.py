@@ -1,4 +1,4 @@
-"""Configurations as published: the fields that size a cache, and some of the others, which must not matter."""
+"""Configurations as published: the fields that size a cache, some of the others, which must not matter."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError
 from math import ceil
 
@@ -374,6 +376,18 @@ def test_attention_only_granite():
     config = CONFIGS["granite-4.0-h-micro"] | {"layer_types": ["attention"] * 40}
     g = ModelGeometry.from_hf(config)
     assert (g.attention_layers, g.recurrent) == (40, None)
+
+
+def test_needs_nothing_but_the_standard_library():
+    program = """
+import sys
+from hybridkv.geometry import ModelGeometry
+ModelGeometry.preset("falcon-h1-7b").fingerprint
+roots = {name.partition(".")[0] for name in sys.modules}
+print(sorted(roots & {"numpy", "torch", "triton", "transformers"}))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 # ---- identity

@@ -1,4 +1,4 @@
-"""Typed access to a Hugging Face configuration: a refusal names the field, what it must be, and what it is."""
+"""Typed access to a Hugging Face configuration: a refusal names the field, what it must be, what it is."""
 
 from __future__ import annotations
 

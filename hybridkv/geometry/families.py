@@ -88,7 +88,7 @@ def _zamba2(fields: Fields) -> Parts:
         if chosen is None:
             fields.missing("layers_block_type", "a list with the kind of every layer")
         kinds = _by_indices(total, chosen, "hybrid", "mamba")
-    # a hybrid layer is a shared attention block before a mamba layer; it reads state and embedding: 2 x hidden
+    # a hybrid layer is a shared attention block before a mamba layer; it reads 2 x hidden
     total, attention, _ = _count(kinds)
     names = Mamba2Names(heads="n_mamba_heads", head_dim="mamba_headdim", groups=("mamba_ngroups",))
     spec = gqa(fields, attention, hidden=2 * fields.size("hidden_size"))

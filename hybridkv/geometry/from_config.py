@@ -1,4 +1,4 @@
-"""A `config.json` of Hugging Face becomes a geometry: finds the file, the text model in it, name and family."""
+"""A `config.json` becomes a geometry: finds the file, the text model in it, its name and its family."""
 
 from __future__ import annotations
 

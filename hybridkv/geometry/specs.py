@@ -207,7 +207,7 @@ class RecurrentSpec:
         return 0 if self.state_shape is None else self.state_shape[0]
 
     def conv_elements(self, *, full_width: bool) -> int:
-        """Elements of the convolution state: `conv_width` - 1 columns are read again, engines keep one more."""
+        """Elements of the convolution state: `conv_width` - 1 columns are read again, engines keep all."""
         columns = self.conv_width if full_width else max(self.conv_width - 1, 0)
         return self.conv_dim * columns
 
