@@ -1,4 +1,8 @@
-"""Configurations as published: the fields that size a cache, some of the others, which must not matter."""
+"""Configurations in the form of the published files: the fields that size a cache, some that must not matter.
+
+Not copies of the files. Widths that no cache depends on, and where exactly the attention layers stand, are
+reconstructed for many models; what a cache depends on has to come out as the golden says.
+"""
 
 from typing import Any
 
