@@ -1,4 +1,4 @@
-"""Typed access to a Hugging Face configuration: every refusal names the field, what it must be, and what it is."""
+"""Typed access to a Hugging Face configuration: a refusal names the field, what it must be, what it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATTERN_LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp"
 
 
 class Fields:
-    """Typed access to a configuration. Null counts as absent; of several names the first that is present counts."""
+    """Typed access. Null counts as absent; of several names the first that is present counts."""
 
     def __init__(self, values: Mapping[str, object], prefix: str = "config") -> None:
         self.values = values

@@ -1,4 +1,4 @@
-"""Model families: which field of a Hugging Face configuration means what, and what follows where one is absent.
+"""Model families: which field of a Hugging Face configuration means what, what follows where one is absent.
 
 Reads those fields only: configurations are full of others. Does not know files, names or dtypes.
 """
@@ -75,7 +75,7 @@ def _nemotron_h(fields: Fields) -> Parts:
         groups=("n_groups", "mamba_n_groups"),
         d_state="ssm_state_size",
         d_conv=("conv_kernel", "mamba_d_conv"),
-        expand=None,  # present, but heads * head_dim need not be expand * hidden_size: 4,096 of 5,376 in Nemotron-3
+        expand=None,  # present, but it does not bind heads * head_dim: 4,096 of 5,376 in Nemotron-3
     )
     return Parts(total, gqa(fields, attention), mamba2(fields, recurrent, names))
 
@@ -88,7 +88,7 @@ def _zamba2(fields: Fields) -> Parts:
         if chosen is None:
             fields.missing("layers_block_type", "a list with the kind of every layer")
         kinds = _by_indices(total, chosen, "hybrid", "mamba")
-    # a hybrid layer is a shared attention block in front of a mamba layer; the block reads state and embedding, 2 x hidden
+    # a hybrid layer is a shared attention block before a mamba layer; it reads 2 x hidden
     total, attention, _ = _count(kinds)
     names = Mamba2Names(heads="n_mamba_heads", head_dim="mamba_headdim", groups=("mamba_ngroups",))
     spec = gqa(fields, attention, hidden=2 * fields.size("hidden_size"))

@@ -1,11 +1,11 @@
-"""A Hugging Face `config.json` becomes a geometry: finds the file, the text model in it, its name and its family."""
+"""A `config.json` becomes a geometry: finds the file, the text model in it, its name and its family."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from hybridkv.errors import UnsupportedError
@@ -52,9 +52,8 @@ def from_config(
     values, folder = (source, "") if isinstance(source, Mapping) else _load(source)
     fields = Fields(values)
     outer_type = fields.find("model_type")[1]
-    label = next(
-        (text for key in ("_name_or_path", "name") if isinstance(text := values.get(key), str) and text), ""
-    )
+    path = values.get("_name_or_path")
+    label = PurePath(path).name if isinstance(path, str) else ""
     if fields.find("text_config")[1] is not None:
         fields = fields.inner("text_config")
     name, model_type = fields.find("model_type")

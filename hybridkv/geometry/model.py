@@ -1,4 +1,4 @@
-"""The geometry of one model: bytes per token, per checkpoint, per sequence; layer groups; shards; identity."""
+"""One model: bytes per token, per checkpoint, per sequence; layer groups; shards; identity."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class UniformUnit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGeometry:
-    """What one token and one checkpoint of a model cost. Bytes are of one layer unless the name says otherwise.
+    """What one token and one checkpoint cost. Bytes are of one layer unless the name says otherwise.
 
-    `layers` counts all layers of the network, also those without state. `state_dtype` is the recurrent state as
-    retained, `live_state_dtype` as the running model holds it (None: the same). `conv_full_width` keeps the oldest
-    convolution column too, which is never read. `chunk_tokens` is the distance of the points where the carried state
-    is rounded. `tp_rank_count` is the number of ranks of which this is one.
+    `layers` counts all layers of the network, also those without state. `state_dtype` is the recurrent
+    state as retained, `live_state_dtype` as the running model holds it (None: the same). `conv_full_width`
+    keeps the oldest convolution column too, which is never read. `chunk_tokens` is the distance of the points
+    where the carried state is rounded. `tp_rank_count` is the number of ranks of which this is one.
     """
 
     name: str
@@ -159,7 +159,7 @@ class ModelGeometry:
 
     @property
     def uniform_unit(self) -> UniformUnit | None:
-        """Smallest multiple of 16 tokens whose KV reaches `composite_bytes`; None where one of the two is missing."""
+        """Smallest multiple of 16 tokens whose KV reaches `composite_bytes`; None where either is missing."""
         if self.attention is None or self.recurrent is None:
             return None
         tokens = -(-self.composite_bytes // (UNIFORM_TOKENS * self.kv_bytes_per_token)) * UNIFORM_TOKENS
@@ -177,7 +177,7 @@ class ModelGeometry:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the numbers (I9): sha256 over shapes, dtypes, chunk, loop and ranks; the name does not count."""
+        """Identity of the numbers (I9): sha256 over shapes, dtypes, chunk, loop, ranks; not the name."""
         facts = asdict(self)
         del facts["name"]
         facts["live_state_dtype"] = self._live_dtype
@@ -189,7 +189,7 @@ class ModelGeometry:
         return self.live_state_dtype or self.state_dtype
 
     def shard(self, tp: int) -> ModelGeometry:
-        """Return what one of `tp` ranks holds. Layers and groups stay, so that page ids are equal on every rank."""
+        """Return what one of `tp` ranks holds. Layers and groups stay: page ids are equal on every rank."""
         size("tp", tp)
         if tp == 1:
             return self
@@ -203,7 +203,7 @@ class ModelGeometry:
         )
 
     def replace(self, **changes: Any) -> ModelGeometry:
-        """Return a copy with other fields, checked again. `max_loops` and `loop_layout` reach into the loop."""
+        """Return a copy with other fields, checked. `max_loops` and `loop_layout` reach into the loop."""
         for name, field in (("max_loops", "max_loops"), ("loop_layout", "layout")):
             if name in changes:
                 value = changes.pop(name)
@@ -239,8 +239,8 @@ class ModelGeometry:
     ) -> ModelGeometry:
         """Read a Hugging Face `config.json`: its path, its directory, or the mapping itself.
 
-        `overrides` as in `replace`. The dtype of the weights is not read: KV and convolution state are bf16 unless
-        overridden. Where the file declares an fp32 state, the live state is fp32, the retained one bf16.
+        `overrides` as in `replace`. The dtype of the weights is not read: KV and convolution state are bf16
+        unless overridden. Where the file declares an fp32 state, the live one is fp32, the retained one bf16.
         """
         from hybridkv.geometry.from_config import from_config
 

@@ -1,8 +1,8 @@
 """Published models, as the fields of their configurations that size a cache.
 
-One row a model: layers; attention as (layers, kv heads, key width, value width); recurrence as (kind, layers, state
-shape, groups or key heads, convolution width), with the hidden size in place of a state for short convolutions; loop as
-(prelude, core, coda, loops); and the dtype of the live state where the configuration declares one.
+One row a model: layers; attention as (layers, kv heads, key width, value width); recurrence as (kind, layers,
+state shape, groups or key heads, convolution width), with the hidden size in place of a state for short
+convolutions; loop as (prelude, core, coda, loops); the dtype of the live state where one is declared.
 """
 
 from __future__ import annotations

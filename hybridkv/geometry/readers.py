@@ -66,7 +66,7 @@ def recurrence(
 class Mamba2Names(NamedTuple):
     """Names of the mamba2 fields in one family; of several the first that is present counts.
 
-    The inner width is `inner`, else `expand` times the hidden size; with neither, nothing binds heads times head_dim.
+    The inner width is `inner`, else `expand` times the hidden size; with neither, nothing binds the heads.
     """
 
     heads: str = "mamba_n_heads"
@@ -116,6 +116,7 @@ def window(fields: Fields, kinds: list[str] | None, total: int, *, by_default: b
         sliding = 0
     if sliding not in {0, total}:
         raise UnsupportedError(
-            f"{fields.prefix}.layer_types must be all full or all sliding attention, got {sliding} sliding of {total}"
+            f"{fields.prefix}.layer_types must be all full or all sliding attention,"
+            f" got {sliding} sliding of {total}"
         )
     return fields.size("sliding_window") if sliding else None

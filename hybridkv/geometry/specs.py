@@ -58,7 +58,7 @@ _SECTIONS: Mapping[RecurrentKind, tuple[tuple[str, bool], ...]] = {
 def conv_sections(
     kind: RecurrentKind, state_shape: tuple[int, ...] | None, groups: int, channels: int = 0
 ) -> tuple[int, ...]:
-    """Columns of each convolution section that the state's shape implies; `channels` where there is no state."""
+    """Columns of each convolution section as the state implies them; `channels` where there is no state."""
     if state_shape is None:
         return (channels,)
     if kind is RecurrentKind.MAMBA1:
@@ -90,8 +90,9 @@ def _split_or_replicate(what: str, count: int, ranks: int) -> int:
 class AttentionSpec:
     """KV of one attention layer: heads and per-head widths, in elements.
 
-    MLA is one head whose key is the latent (`kv_lora_rank`) and whose value is the rotary part (`qk_rope_head_dim`).
-    `layers` counts layers of the network; a loop multiplies them into planes. `window_tokens` is the sliding window.
+    MLA is one head: its key is the latent (`kv_lora_rank`), its value the rotary part (`qk_rope_head_dim`).
+    `layers` counts layers of the network; a loop multiplies them into planes. `window_tokens` is the sliding
+    window; it changes no size here.
     """
 
     layers: int
@@ -112,7 +113,7 @@ class AttentionSpec:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
     def shard(self, ranks: int) -> AttentionSpec:
-        """Return what one of `ranks` holds: its KV heads, or a copy of one where there are fewer than ranks."""
+        """Return what one of `ranks` holds: its KV heads, or a copy of one where there are fewer."""
         return replace(self, kv_heads=_split_or_replicate("attention.kv_heads", self.kv_heads, ranks))
 
 
@@ -120,11 +121,11 @@ class AttentionSpec:
 class RecurrentSpec:
     """State of one recurrent layer and sequence, in elements.
 
-    `state_shape` is (heads, head_dim, d_state) for mamba2, (value_heads, key_dim, value_dim) for the delta rules,
-    (d_inner, d_state) for mamba1, None for a convolution alone. `conv_width` is d_conv; 0 is no convolution state.
-    `groups` are mamba2's B/C groups, or the key heads of a gated delta net. `conv_sections` (x, B, C or query, key,
-    value) are derived from the shape where that adds up to `conv_dim`; otherwise one section, which cannot be sharded
-    for kinds that have several.
+    `state_shape` is (heads, head_dim, d_state) for mamba2, (value_heads, key_dim, value_dim) for the delta
+    rules, (d_inner, d_state) for mamba1, None for a convolution alone. `conv_width` is d_conv; 0 is no
+    convolution state. `groups` are mamba2's B/C groups, or the key heads of a gated delta net.
+    `conv_sections` (x, B, C or query, key, value) are derived from the shape where that adds up to
+    `conv_dim`; otherwise one section, which cannot be sharded for kinds that have several.
     """
 
     kind: RecurrentKind
@@ -146,7 +147,7 @@ class RecurrentSpec:
         groups: int = 1,
         channels: int = 0,
     ) -> RecurrentSpec:
-        """Build a spec whose convolution follows from the state's shape; `channels` of it where there is no state."""
+        """Build a spec whose convolution follows from the state; `channels` wide where there is no state."""
         sections = conv_sections(kind, state_shape, groups, channels)
         return cls(
             kind=kind,
@@ -202,16 +203,16 @@ class RecurrentSpec:
 
     @property
     def rows(self) -> int:
-        """Length of the axis along which a state may be cut: heads, or d_inner for mamba1; 0 without state."""
+        """Length of the axis along which a state may be cut: heads, d_inner for mamba1; 0 without state."""
         return 0 if self.state_shape is None else self.state_shape[0]
 
     def conv_elements(self, *, full_width: bool) -> int:
-        """Elements of the convolution state: `conv_width` - 1 columns are ever read again, engines keep `conv_width`."""
+        """Elements of the convolution state: `conv_width` - 1 columns are read again, engines keep all."""
         columns = self.conv_width if full_width else max(self.conv_width - 1, 0)
         return self.conv_dim * columns
 
     def shard(self, ranks: int) -> RecurrentSpec:
-        """Return what one of `ranks` holds: rows and convolution channels split, groups split or replicated."""
+        """Return what one of `ranks` holds: rows and channels split, groups split or replicated."""
         roles = _SECTIONS[self.kind]
         shape = self.state_shape
         if shape is not None:
@@ -225,7 +226,8 @@ class RecurrentSpec:
         if sections and len(sections) != len(roles):
             names = ", ".join(name for name, _ in roles)
             raise UnsupportedError(
-                f"recurrent.conv_sections must be {len(roles)} sections ({names}) to be sharded, got {sections}"
+                f"recurrent.conv_sections must be {len(roles)} sections ({names}) to be sharded,"
+                f" got {sections}"
             )
         parts: list[int] = []
         for columns, (name, by_group) in zip(sections, roles, strict=False):
