@@ -59,8 +59,9 @@ def fork(cache: HybridCache, r: Request, request_id: Hashable) -> Forked | Refus
     if window:
         child.window = State(0, {kind: ids[0] for kind, ids in window.items()})
         copies += _copies(r.window, child.window)
-    for column in (rows.computed, rows.planned, rows.opened_at, rows.next_publish, rows.running):
+    for column in (rows.computed, rows.planned, rows.opened_at, rows.next_publish):
         column[child.row] = column[r.row]
+    rows.run(child.handle)
     cache.running += 1
     cache.growth.set_limit(child)
     return Forked(child.handle, cache.growth.plan(child, r.computed, r.computed, tuple(copies)))

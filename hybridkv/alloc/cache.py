@@ -39,7 +39,7 @@ from hybridkv.alloc.policy.admission import exact_fraction, headroom_pages
 from hybridkv.alloc.policy.placement import NEVER, Placement, resolve_placement
 from hybridkv.alloc.prefix import Blake2b, Found, Match, PrefixIndex, TokenHash, root_key
 from hybridkv.alloc.requests import Request, Status
-from hybridkv.alloc.rows import IN_FLIGHT, RowTable, Rows, as_tokens
+from hybridkv.alloc.rows import IN_FLIGHT, ROW_MASK, RowTable, Rows, as_tokens
 from hybridkv.alloc.storage import Storage
 from hybridkv.errors import UnsupportedError, UsageError
 
@@ -371,6 +371,14 @@ class HybridCache:
                 self.storage.lose(state)
         return self.storage.reclaimed - before
 
+    def at(self, handle: int) -> Request:
+        """The live request with this handle."""
+        row = handle & ROW_MASK
+        r = self._by_row[row] if 0 <= row < len(self._by_row) else None
+        if r is None or r.handle != handle:
+            raise UsageError(f"handle must name a live request, got {handle}")
+        return r
+
     def stats(self) -> Stats:
         """A snapshot. O(pages)."""
         return auditing.snapshot(self)
@@ -418,7 +426,7 @@ class HybridCache:
     def _admitted(self, r: Request, found: Found, depth: int) -> None:
         t, row = self.rows, r.row
         r.status, r.cached = Status.RUNNING, depth
-        t.running[row] = True
+        t.run(r.handle)
         t.computed[row] = depth
         if not self.storage.live and r.opened_at < depth:
             t.opened_at[row] = depth

@@ -22,7 +22,7 @@ from hybridkv.alloc.checkpoint import Checkpoint, State
 from hybridkv.alloc.organization import StateKind
 from hybridkv.alloc.policy.placement import NEVER, Kept
 from hybridkv.alloc.prefix import Key, TokenHash, extend_chain
-from hybridkv.alloc.rows import ROW_BITS, RowTable
+from hybridkv.alloc.rows import ROW_MASK, RowTable
 from hybridkv.alloc.storage import Lost
 
 
@@ -64,7 +64,7 @@ class Request:
         self.id, self.salt, self.root = request_id, salt, root
         self._rows, self._tokens, self._stored = rows, tokens, len(tokens)
         self.handle = rows.add(len(tokens))
-        self.row = self.handle & ((1 << ROW_BITS) - 1)
+        self.row = self.handle & ROW_MASK
         self.chain: list[Key] = []
         self.status = Status.WAITING
         self.prompt_tokens = len(tokens)

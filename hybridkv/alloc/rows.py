@@ -16,6 +16,8 @@ from hybridkv.errors import UsageError
 
 IN_FLIGHT = 8  # steps of one request that may be planned and not yet committed
 ROW_BITS = 32
+NOT_RUNNING = -1
+ROW_MASK = (1 << ROW_BITS) - 1
 
 Rows = NDArray[np.int64]
 
@@ -23,6 +25,7 @@ Rows = NDArray[np.int64]
 class RowTable:
     """One row per live request; grows by doubling.
 
+    handle    of a running request, else `NOT_RUNNING`
     computed  tokens whose states are written            planned  the same, once everything in flight is done
     length    tokens known                               limit    a step up to here needs no storage
     next_publish  a commit up to here publishes          opened_at  where the running state was opened
@@ -33,7 +36,7 @@ class RowTable:
     def __init__(self, block_tokens: int, rows: int = 64) -> None:
         self.block_tokens = block_tokens
         self.generation = np.zeros(rows, np.int64)
-        self.running = np.zeros(rows, np.bool_)
+        self.handle = np.full(rows, NOT_RUNNING, np.int64)
         self.computed = np.zeros(rows, np.int64)
         self.planned = np.zeros(rows, np.int64)
         self.length = np.zeros(rows, np.int64)
@@ -57,10 +60,14 @@ class RowTable:
 
     def reset(self, row: int) -> None:
         """Nothing computed, nothing in flight."""
-        self.running[row] = False
+        self.handle[row] = NOT_RUNNING
         for column in (self.computed, self.planned, self.limit, self.next_publish, self.opened_at):
             column[row] = 0
         self.head[row] = self.tail[row] = 0
+
+    def run(self, handle: int) -> None:
+        """The request runs: its handle answers."""
+        self.handle[handle & ROW_MASK] = handle
 
     def remove(self, row: int) -> None:
         """The row's handle is stale from now on."""
@@ -70,13 +77,14 @@ class RowTable:
 
     def of(self, handles: NDArray[np.int64]) -> Rows:
         """Rows of running requests; a stale handle, one named twice, or one that does not run is refused."""
-        rows = handles & ((1 << ROW_BITS) - 1)
-        if len(rows) and (rows.max() >= len(self.running) or handles.min() < 0):
-            raise UsageError(f"handles must name live requests, got {handles.tolist()}")
-        if not (self.generation[rows] == handles >> ROW_BITS).all() or not self.running[rows].all():
-            good = (self.generation[rows] == handles >> ROW_BITS) & self.running[rows]
+        rows = handles & ROW_MASK
+        try:
+            good = self.handle[rows] == handles
+        except IndexError:
+            good = np.zeros(len(rows), np.bool_)
+        if not good.all():
             raise UsageError(f"handles must name running requests, got {handles[~good].tolist()} that do not run")
-        if len(rows) > 1 and np.bincount(rows, minlength=1).max() > 1:
+        if len(rows) > 1 and np.bincount(rows).max() > 1:
             raise UsageError(f"handles must name each request once, got {handles.tolist()}")
         return rows
 
@@ -110,7 +118,7 @@ class RowTable:
             raise UsageError(f"steps in flight must be at most {IN_FLIGHT} a request, got one more; commit first")
 
     def _grow(self) -> None:
-        old = len(self.running)
+        old = len(self.handle)
         for name, column in list(vars(self).items()):
             if isinstance(column, np.ndarray):
                 wider: NDArray[Any] = np.zeros((2 * old, *column.shape[1:]), column.dtype)
