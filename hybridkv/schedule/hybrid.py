@@ -36,7 +36,7 @@ class HybridConfig:
     token_budget: int = 2048
     max_running: int = 63
     cut_at_boundaries: bool = True
-    reserve_prompt: bool = False
+    reserve_prompt: bool = True
     in_flight: int = 1
 
     def __post_init__(self) -> None:
