@@ -471,13 +471,15 @@ class HybridCache:
         r.hash(self._hash)
         width, shared = self.organization.block_tokens, self.policy.decode != "update"
         last = computed if shared else min(computed, r.prompt_tokens)
-        if self.growth.attention:
-            for k in range(r.published, last // width):
-                block = AttentionBlock((k + 1) * width, {ATTENTION: r.table[:, k : k + 1].copy()})
-                if self.index.publish(block, r.chain[k]):
+        low, high = r.published, last // width
+        if self.growth.attention and low < high:
+            units = r.table[:, low:high].copy()
+            for i, key in enumerate(r.chain[low:high]):
+                block = AttentionBlock((low + i + 1) * width, {ATTENTION: units[:, i : i + 1]})
+                if self.index.publish(block, key):
                     self.storage.publish(block)
                     self.counters["published_blocks"] += 1
-            r.published = max(r.published, last // width)
+            r.published = high
         while r.boundaries and r.boundaries[0].position <= computed:
             self._pass(r, r.boundaries.pop(0))
         if not self.policy.hold_source and r.source is not None and computed > r.opened_at:

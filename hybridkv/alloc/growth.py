@@ -154,6 +154,7 @@ class Growth:
     def drop_blocks(self, r: Request, keep: int) -> None:
         """Give back attention blocks from index `keep` on, deepest first."""
         if r.blocks > keep:
+            self.storage.gains += 1
             self.storage.by_kind[ATTENTION].release(np.ascontiguousarray(r.table[:, keep : r.blocks][:, ::-1].T).ravel())
             r.blocks = keep
             r.published = min(r.published, keep)

@@ -186,21 +186,24 @@ class PagePool:
         if len(cached) < len(idle):
             self._push_free(idle[~self.published[idle]])
 
-    def publish(self, ids: Sequence[int] | Ids, owner: object) -> None:
+    def publish(self, ids: Ids, owner: object) -> None:
         """From now on `owner` must be told before one of these held pages goes elsewhere."""
-        self.published[ids] = True
-        for page in ids:
+        for page in ids.tolist():
+            self.published[page] = True
             self.owners[page] = owner
 
     def unpublish(self, ids: Ids) -> None:
-        """The owner is gone from the index; pages without reference become free."""
-        self.published[ids] = False
-        self.queue.stamps[ids] = NO_STAMP
-        for page in ids:
+        """The owner is gone from the index; pages without reference become free. Few pages: no array operations."""
+        stamps, free = self.queue.stamps, self._free
+        for page in ids.tolist():
+            self.published[page] = False
             self.owners[page] = None
-        idle = ids[self.references[ids] == 0]
-        self.cached -= len(idle)
-        self._push_free(idle)
+            stamps[page] = NO_STAMP
+            if self.references[page] == 0:
+                self.cached -= 1
+                self.kind[page] = -1
+                free[self._top] = page
+                self._top += 1
 
     def coldest(self) -> int:
         """The cached page to reclaim next. The caller invalidates its owner, which frees it (I3).
@@ -255,9 +258,9 @@ class PagePool:
         """Changes whenever the page is handed out anew."""
         return int(self.generation[page])
 
-    def stamps_of(self, pages: Ids) -> list[tuple[int, ...]]:
-        """Places in the reclaim order."""
-        return [(stamp,) for stamp in self.queue.stamps[pages].tolist()]
+    def stamp_of(self, page: int) -> tuple[int, ...]:
+        """Place in the reclaim order."""
+        return (int(self.queue.stamps[page]),)
 
     def revive(self, pages: list[int], owner: object, stamps: list[tuple[int, ...]], kind: int) -> None:
         """Free pages whose content is still intact become cached again, first to be reclaimed."""

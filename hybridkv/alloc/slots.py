@@ -162,10 +162,9 @@ class SlotPool:
         """Changes whenever the slot or its page is handed out anew."""
         return int(self.pool.generation[line // self.slots_per_page]), int(self.generation[line])
 
-    def stamps_of(self, lines: Ids) -> list[tuple[int, ...]]:
+    def stamp_of(self, line: int) -> tuple[int, ...]:
         """Places in the reclaim order, of the slot and of its page."""
-        pages = self.pool.queue.stamps[lines // self.slots_per_page]
-        return list(zip(self.queue.stamps[lines].tolist(), pages.tolist(), strict=True))
+        return int(self.queue.stamps[line]), int(self.pool.queue.stamps[line // self.slots_per_page])
 
     # reviving what an abandoned step had reclaimed
     def is_free(self, line: int) -> bool:

@@ -64,6 +64,7 @@ class Storage:
         self.slot_pools = [s for s in self.stores.values() if isinstance(s, SlotPool)]
         self.lost: list[Lost] = []  # since the caller last emptied it
         self.reclaimed = self.coupled = 0
+        self.gains = 0  # changes whenever something that was refused might fit now
         self.on_loss: Callable[[AttentionBlock | Checkpoint], None] = lambda _: None
 
     # ------------------------------------------------------------------------------------------------ room
@@ -142,6 +143,7 @@ class Storage:
 
     def release(self, states: Iterable[State], *, touch: bool = True) -> None:
         """One reference less on every unit; units become reclaimable in the order of `states`."""
+        self.gains += 1
         for kind, ids in _gather(states):
             self.by_kind[kind].release(ids, touch=touch)
 
@@ -159,8 +161,9 @@ class Storage:
 
     def publish(self, state: AttentionBlock | Checkpoint) -> None:
         """The state's units tell it from now on before they go elsewhere."""
-        for kind, ids in state:
-            self.by_kind[kind].publish(ids.ravel(), state)
+        self.gains += isinstance(state, Checkpoint)
+        for kind, units in state.units.items():
+            self.by_kind[kind].publish(units.ravel(), state)
 
     # --------------------------------------------------------------------------------------------- reclaim
     def lose(self, state: object, *, coupled: bool = False) -> None:
@@ -185,8 +188,13 @@ class Storage:
             raise CorruptionError("I3", f"page {page} of pool {pool.name!r} was reclaimed while something uses it")
 
     def _remember(self, state: AttentionBlock | Checkpoint) -> Lost:
-        stamps = {kind: self.by_kind[kind].stamps_of(units.ravel()) for kind, units in state}
-        return Lost(state, state.key, stamps, {kind: self._generations(kind, units) for kind, units in state})
+        stamps: dict[StateKind, list[tuple[int, ...]]] = {}
+        generations: dict[StateKind, list[object]] = {}
+        for kind, units in state.units.items():
+            store, ids = self.by_kind[kind], units.ravel().tolist()
+            stamps[kind] = [store.stamp_of(unit) for unit in ids]
+            generations[kind] = [store.generation_of(unit) for unit in ids]
+        return Lost(state, state.key, stamps, generations)
 
     def _generations(self, kind: StateKind, units: Units) -> list[object]:
         return [self.by_kind[kind].generation_of(unit) for unit in units.ravel().tolist()]

@@ -90,6 +90,7 @@ class HybridPlanner:
         self._goal = np.zeros(rows, np.int64)  # positions to compute: all tokens but the last sampled one
         self._prompt_end = np.zeros(rows, np.int64)
         self._handles: NDArray[np.int64] | None = EMPTY
+        self._blocked: tuple[int, int, Refused] | None = None  # who was refused last, and what had been given back
 
     def submit(
         self,
@@ -230,15 +231,22 @@ class HybridPlanner:
                 del part.refused[i]
 
     def _admit(self, left: int) -> tuple[list[tuple[Request, Plan]], Refused | None]:
-        """Start waiting requests in order; the first that does not fit ends it, so that nobody is overtaken."""
+        """Start waiting requests in order; the first that does not fit ends it, so that nobody is overtaken.
+
+        One that was refused is asked again once something was given back or a checkpoint was published.
+        """
         admitted: list[tuple[Request, Plan]] = []
         cfg = self.config
         while self.waiting and left > 0 and len(self.running) < cfg.max_running:
             r = self.waiting[0]
+            gains = self.cache.storage.gains
+            if self._blocked is not None and self._blocked[:2] == (r.handle, gains) and self.running:
+                return admitted, self._blocked[2]
             answer = self.cache.admit(
                 r, budget=left, cut=cfg.cut_at_boundaries, require=r.length if cfg.reserve_prompt else 0
             )
             if isinstance(answer, Refused):
+                self._blocked = (r.handle, self.cache.storage.gains, answer)
                 return admitted, answer
             self.waiting.popleft()
             self.running.append(r)
