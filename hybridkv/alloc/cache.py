@@ -146,6 +146,11 @@ class HybridCache:
         self._alive(r)
         return self._find(r).match
 
+    def attention_reach(self, r: Request) -> int:
+        """Tokens of the longest cached attention prefix, which may end between two boundaries. Changes nothing."""
+        self._alive(r)
+        return len(self._find(r).blocks) * self.organization.block_tokens
+
     def fits(self, tokens: int) -> Refused | None:
         """None if a lone request of `tokens` tokens in total can run here, else what can never be had."""
         s, grid = self.storage, self.organization.grid_tokens

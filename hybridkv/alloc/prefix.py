@@ -108,7 +108,7 @@ class Match(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A match with the states behind it: attention blocks of the whole hit, checkpoints usable at joint depths."""
+    """A match with the states behind it: attention blocks as far as they reach, checkpoints usable at joint depths."""
 
     match: Match
     blocks: list[AttentionBlock]
@@ -131,13 +131,13 @@ class PrefixIndex:
         usable = (tokens - 1) // grid if self._recurrent else (tokens - 1) // self.block_tokens
         blocks: list[AttentionBlock] = []
         if self._attention:
-            limit = usable * step if self._recurrent else usable
+            limit = (tokens - 1) // self.block_tokens
             found = list(map(self.blocks.get, chain[:limit]))
             blocks = found[: found.index(None)] if None in found else found  # type: ignore[assignment]
             if not self._recurrent:
                 depth = len(blocks) * self.block_tokens
                 return Found(Match(depth, depth, depth), blocks, [])
-            reached = len(blocks) // step
+            reached = min(usable, len(blocks) // step)
         else:
             reached = usable
         get = self.checkpoints.get
