@@ -101,15 +101,17 @@ class Truncated(NamedTuple):
 
 
 class View(NamedTuple):
-    """Everything that a request holds: the unit of each reserved block by group, and its states."""
+    """Everything that a request holds: the unit of each reserved block by group, states that its steps may write,
+    and states that they only read."""
 
     tables: tuple[tuple[Place, ...], ...]
-    states: tuple[State, ...]
+    running: tuple[State, ...]
+    sources: tuple[State, ...] = ()
 
     def places(self) -> set[Place]:
         """All units of the view."""
         found = {place for row in self.tables for place in row}
-        return found.union(place for state in self.states for _, place in state)
+        return found.union(place for state in (*self.running, *self.sources) for _, place in state)
 
 
 class Owned(NamedTuple):
@@ -238,8 +240,12 @@ class AllocatorAdapter(Protocol):
         """The reader is done; a second time raises a usage error."""
         ...
 
-    def arm(self) -> None:
-        """The next injected callback (the token hash) raises `CallbackError`, once."""
+    def arm(self, after: int) -> None:
+        """The injected callback (the token hash) raises `CallbackError`, once, after `after` more calls."""
+        ...
+
+    def disarm(self) -> None:
+        """Callbacks work again."""
         ...
 
     def clear(self) -> None:

@@ -56,10 +56,10 @@ def views(found: Sequence[View], owned: Owned, ghost: GhostMemory) -> Broken:
                 yield "HK-A6", f"request {i} names a block twice: {row}"
             if loose := [p for p in row if p not in owned.held]:
                 yield "HK-A6", f"request {i} names blocks without reference: {loose}"
-        for state in view.states:
+        for state in (*view.running, *view.sources):
             if loose := [(part, p) for part, p in state if p not in owned.held]:
                 yield "HK-A8", f"request {i} has parts without reference: {loose}"
-        running.update({p for state in view.states for _, p in state} - owned.cached)
+        running.update({p for state in view.running for _, p in state})
     if shared := [p for p, n in running.items() if n > 1]:
         yield "HK-A7", f"a state has two owners: {sorted(shared)}"
 

@@ -80,7 +80,7 @@ def choices(world: World, scope: Scope) -> Iterator[Operation]:
             if "short" in ops and c.short_commit and len(live.steps) == 1:
                 yield from (("commit", i, p, 1) for p in _short(live.steps[0].start, live.steps[0].stop))
             if "fail" in ops and c.callback and i == 0:
-                yield ("fail", ("commit", i, None, 1))
+                yield ("fail", ("commit", i, None, 1), 0)
         elif live.running and live.computed:
             if "fork" in ops and c.fork and len(world.live) < scope.max_live:
                 yield ("fork", i)
@@ -89,7 +89,7 @@ def choices(world: World, scope: Scope) -> Iterator[Operation]:
         if "preempt" in ops and c.preempt and live.running:
             yield ("preempt", i)
         yield ("release", i)
-    if "round" in ops and c.batch and sum(r.running and not r.steps for r in world.live) > 0:
+    if "round" in ops and c.batch and any(r.running and not r.steps and r.computed < len(r.tokens) for r in world.live):
         if all(len(r.tokens) < scope.max_tokens for r in world.live):
             yield ("round", 1)
     if "lease" in ops and c.lease:
@@ -97,7 +97,7 @@ def choices(world: World, scope: Scope) -> Iterator[Operation]:
     if "clear" in ops and c.clear and world.sut.owned().cached:
         yield ("clear",)
     if "fail" in ops and c.callback and len(world.live) < scope.max_live:
-        yield ("fail", ("admit", scope.prompts[-1], None, None))
+        yield ("fail", ("admit", scope.prompts[-1], None, None), 1)
 
 
 def plans(world: World, scope: Scope) -> Iterator[Operation]:

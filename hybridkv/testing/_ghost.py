@@ -62,6 +62,14 @@ class GhostMemory:
         for offset, cell in taken.items():
             page[destination.slot, offset] = cell
 
+    def snapshot(self) -> object:
+        """What `restore` takes."""
+        return {key: dict(page) for key, page in self._pages.items()}, dict(self._slots)
+
+    def restore(self, snapshot: object) -> None:
+        """Be as `snapshot` was."""
+        self._pages, self._slots = snapshot  # type: ignore[misc]  # opaque to callers
+
     def key(self) -> Hashable:
         """Equal for memories that hold the same."""
         return frozenset(

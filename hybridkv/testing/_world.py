@@ -5,7 +5,7 @@ has not run yet. Knows nothing of how an allocator works inside, or of how opera
 
     ("admit", tokens, namespace, budget)  ("resume", i, budget)   ("extend", i, tokens)  ("commit", i, computed, token)
     ("abandon", i)  ("preempt", i)  ("fork", i)  ("truncate", i, tokens)  ("release", i)  ("round", token)
-    ("lease", n)  ("end_lease", i)  ("clear",)  ("fail", operation): the callback raises inside it
+    ("lease", n)  ("end_lease", i)  ("clear",)  ("fail", operation, n): a callback raises inside it
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class World:
         self.events: list[str] = []
         self._due: set[tuple[Namespace, Tokens, bool]] = set()
         self._idle_since: dict[Place, int] = {}
+        self._was_idle: dict[Place, int] = {}
         self._cancelled = False
 
     # ---------------------------------------------------------------------------------------------- operations
@@ -147,6 +148,9 @@ class World:
         live.steps.pop()
         live.fresh.pop()
         self.sut.abandon(live.handle)
+        owned = self.sut.owned()
+        for place in owned.cached - owned.held - self._idle_since.keys():
+            self._idle_since[place] = self._was_idle.get(place, len(self.trace))  # revived, or unpinned
         if not live.steps and not self.sut.view(live.handle).places():
             live.running, live.computed, live.home, live.window = False, 0, None, None
 
@@ -197,7 +201,7 @@ class World:
 
     def _round(self, token: int) -> None:
         """One token for every idle running request, in one batch."""
-        chosen = [live for live in self.live if live.running and not live.steps]
+        chosen = [r for r in self.live if r.running and not r.steps and r.computed < len(r.tokens)]
         before, views = self.sut.owned(), [self.sut.view(live.handle) for live in chosen]
         answers = self.sut.extend_many(tuple((live.handle, live.planned + 1) for live in chosen))
         done: list[tuple[Live, Step, Tokens]] = []
@@ -220,7 +224,8 @@ class World:
 
     def singly(self, operation: Operation) -> None:
         """A round by single calls, for comparison (H3)."""
-        chosen = [i for i, live in enumerate(self.live) if live.running and not live.steps]
+        ready = [r.running and not r.steps and r.computed < len(r.tokens) for r in self.live]
+        chosen = [i for i, good in enumerate(ready) if good]
         for i in chosen:
             self.do(("extend", i, 1))
         for i in chosen:
@@ -242,22 +247,19 @@ class World:
         self.sut.clear()
         self._due.clear()
 
-    def _fail(self, operation: Operation) -> None:
-        """The callback raises inside `operation`, which then must not have happened."""
-        before = self.sut.fingerprint()
-        self.sut.arm()
-        name, *rest = operation
+    def _fail(self, operation: Operation, after: int) -> None:
+        """A callback raises inside `operation`, after `after` that did not; then it must not have happened."""
+        before, memory = self.sut.fingerprint(), self.ghost.snapshot()
+        marks = [live.marks for live in self.live]
+        self.sut.arm(after)
         try:
-            if name == "admit":
-                self.sut.admit(rest[0], namespace=rest[1], budget=rest[2])
-            else:
-                live = self.live[rest[0]]
-                _, new = self._run(live, live.steps[0].stop, rest[2], look=True)
-                self.sut.commit(live.handle, live.steps[0].stop, new)
+            getattr(self, f"_{operation[0]}")(*operation[1:])
         except CallbackError:
-            self._expect(self.sut.fingerprint() == before, "HK-G6", f"{name} failed in a callback and left traces")
-        else:
-            self._broken("HK-G6", f"{name} did not report that the callback raised")
+            self._expect(self.sut.fingerprint() == before, "HK-G6", f"{operation} failed in a callback and left traces")
+            self.ghost.restore(memory)
+            for live, old in zip(self.live, marks, strict=True):
+                live.marks = old
+        self.sut.disarm()
 
     # -------------------------------------------------------------------------------------------------- running
     def _planned(self, live: Live, step: Step, before: Owned, held: set[Place], hit: int = 0) -> None:
@@ -266,7 +268,6 @@ class World:
         live.steps.append(step)
         fresh = self._fresh(step, held, hit)
         live.fresh.append(fresh)
-        live.tables = step.tables
         if written := {id_ for id_ in fresh for p in self.sut.published() for _, id_ in p.state if id_ in fresh}:
             self._broken("HK-C3", f"handed out and still in the index: {sorted(written)}")
         self._reclaimed(before, fresh)
@@ -279,17 +280,12 @@ class World:
         found.update(place for state in states for _, place in state)
         return found - held
 
-    def _run(self, live: Live, computed: int, token: int, *, look: bool = False) -> tuple[Step, Tokens]:
-        """Execute the oldest step of a request up to `computed`; the tokens that become known with it.
-
-        `look`: only say which tokens those are.
-        """
+    def _run(self, live: Live, computed: int, token: int) -> tuple[Step, Tokens]:
+        """Execute the oldest step of a request up to `computed`; the tokens that become known with it."""
         step = live.steps[0]
         unknown = max(0, computed - len(live.tokens))
         sampled = computed >= len(live.tokens)
         new = (token,) * (unknown + sampled)
-        if look:
-            return step, new
         for place in live.fresh[0]:
             self.ghost.poison(place)
         self._operate(step.before)
@@ -307,17 +303,22 @@ class World:
         live.steps.pop(0)
         live.fresh.pop(0)
         live.tokens += new
-        live.home, live.window = self._home(step, computed), step.window
+        live.home, live.window, live.tables = self._home(step, computed), step.window, step.tables
         unit = c.grid_tokens or c.block_tokens
         last = computed if c.decode_published else min(computed, live.prompt)
-        for b in range(unit, last + 1, unit):
+        for b in range((live.computed // unit + 1) * unit, last + 1, unit):
             self._due.add((live.namespace, live.tokens[:b], True))
         live.computed = computed
         if live.steps and computed < step.stop:
             self._broken("HK-A0", "a short commit was accepted with later steps in flight")
 
     def _home(self, step: Step, computed: int) -> State | None:
-        """Where the state at `computed` went: into the first write not before it, else the destination."""
+        """Where the state at `computed` went: into the first write not before it, else the destination.
+
+        A running state of its own is always the destination; what is written at boundaries are copies of it.
+        """
+        if self.capabilities.live:
+            return step.destination
         return next((state for position, state in step.writes if position >= computed), step.destination)
 
     def _mark(self, live: Live, position: int, token: int) -> int:
@@ -440,7 +441,7 @@ class World:
         for place in owned.cached - owned.held:
             self._idle_since.setdefault(place, len(self.trace))
         for place in [p for p in self._idle_since if p not in owned.cached or p in owned.held]:
-            del self._idle_since[place]
+            self._was_idle[place] = self._idle_since.pop(place)
 
     def _check_request(self, live: Live, view: View, owned: Owned) -> None:
         if not live.running:

@@ -18,7 +18,7 @@ from hybridkv.alloc.cache import CachePolicy, HybridCache
 from hybridkv.alloc.checkpoint import AttentionBlock, Checkpoint
 from hybridkv.alloc.checkpoint import State as CacheState
 from hybridkv.alloc.organization import StateKind
-from hybridkv.alloc.pages import NO_STAMP, PagePool, ReclaimQueue
+from hybridkv.alloc.pages import NO_STAMP, PARKED, PagePool, ReclaimQueue
 from hybridkv.alloc.requests import Request, Status, Undo
 from hybridkv.alloc.slots import SlotPool
 from hybridkv.alloc.storage import Shape
@@ -81,13 +81,16 @@ class KitHash:
     """A token hash that can be made weak, and made to raise once."""
 
     def __init__(self, buckets: int) -> None:
-        self.buckets, self.armed = buckets, False
+        self.buckets = buckets
+        self.fuse: int | None = None  # calls until it raises
         self.collision_resistant = not buckets
 
     def __call__(self, parent: bytes, tokens: bytes) -> bytes:
-        if self.armed:
-            self.armed = False
-            raise CallbackError("the token hash failed, as it was told to")
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                self.fuse = None
+                raise CallbackError("the token hash failed, as it was told to")
         digest = hashlib.blake2b(parent, digest_size=16)
         digest.update(tokens)
         return bytes([digest.digest()[0] % self.buckets]) if self.buckets else digest.digest()
@@ -194,8 +197,11 @@ class CacheAdapter:
     def end_lease(self, token: CacheState) -> None:
         self.cache.end_lease(token)
 
-    def arm(self) -> None:
-        self.hash.armed = True
+    def arm(self, after: int) -> None:
+        self.hash.fuse = after
+
+    def disarm(self) -> None:
+        self.hash.fuse = None
 
     def clear(self) -> None:
         self.cache.clear()
@@ -204,7 +210,8 @@ class CacheAdapter:
     def view(self, handle: Request) -> View:
         table = handle.table[:, : handle.blocks]
         rows = tuple(tuple(self._place(ATTENTION, u) for u in row) for row in table.tolist())
-        return View(rows, tuple(self._state(s) for s in handle.states()))
+        running = tuple(self._state(s) for s in handle.states() if s is not handle.source)
+        return View(rows, running, (self._state(handle.source),) if handle.source is not None else ())
 
     def owned(self) -> Owned:
         free: list[Place] = []
@@ -246,6 +253,7 @@ class CacheAdapter:
             tuple(self._request_key(r) for r in self.cache.requests.values()),
             tuple(self._state_key(s) for s in self.cache.leases),
             self.cache.running,
+            len(self.cache.rows._free) + len(self.cache.requests),  # noqa: SLF001  # a lost row
         )
 
     def published_states(self) -> Iterator[AttentionBlock | Checkpoint]:
@@ -301,7 +309,11 @@ class CacheAdapter:
         return type(state).__name__, state.stage.value, self._names.get(state.key), units
 
     def _queue_key(self, queue: ReclaimQueue) -> Hashable:
-        return tuple(queue.order()), tuple(np.flatnonzero(queue.stamps != NO_STAMP).tolist())
+        """Ids by age. Held ids keep their place for the case that the reference goes unused, and count."""
+        stamps = np.where(queue.stamps <= PARKED, PARKED - queue.stamps, queue.stamps)
+        known = np.flatnonzero(stamps != NO_STAMP)
+        entries = queue.order() == sorted(np.flatnonzero(queue.stamps >= 0).tolist(), key=lambda i: stamps[i])
+        return tuple(known[np.argsort(stamps[known])].tolist()), entries
 
     def _pool_key(self, pool: PagePool) -> Hashable:
         owners = tuple(map(self._state_key, pool.owners))
@@ -314,7 +326,7 @@ class CacheAdapter:
             for p, s in sorted(store.slabs.items())
         )
         open_slabs = tuple(
-            tuple(sorted({p for p in heap if p in store.slabs and (store.slabs[p].held > 0) == held}))
+            tuple(sorted({p for p in heap if (s := store.slabs.get(p)) and s.free and (s.held > 0) == held}))
             for heap, held in ((store._open_held, True), (store._open_idle, False))  # noqa: SLF001  # the lazy heaps have no view
         )
         counts = (store.cached, store.held, store.spare)
