@@ -472,7 +472,7 @@ class HybridCache:
             r.published = max(r.published, last // width)
         while r.boundaries and r.boundaries[0].position <= computed:
             self._pass(r, r.boundaries.pop(0))
-        if not self.policy.hold_source and r.source is not None and computed > r.opened_at:
+        if not self.policy.hold_source and r.source is not None and computed > r.source.position:
             self.storage.release([r.source])
             r.source = None
         done = int(self.rows.head[r.row])
