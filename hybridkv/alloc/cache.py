@@ -389,7 +389,7 @@ class HybridCache:
         if self.growth.recurrent:
             return [*(c.position for c in reversed(found.checkpoints) if c.position < upto), 0]
         step = self.organization.block_tokens
-        return [min(found.match.joint, (upto - 1) // step * step)]
+        return list(dict.fromkeys((min(found.match.joint, (upto - 1) // step * step), 0)))
 
     def _begin(self, r: Request, found: Found, depth: int, upto: int, budget: int | None, *, cut: bool) -> int:
         """Pin the hit at `depth` for `r`, and say where its first step ends."""
