@@ -101,7 +101,7 @@ class Growth:
         limit = r.blocks * self.block_tokens if self.attention else NEVER
         if self.recurrent:
             planned = r.planned
-            running = r.open is not None or r.live is not None
+            running = (r.open is not None or r.live is not None) and planned > r.opened_at  # else a step reads elsewhere
             limit = min(limit, r.next_kept(planned) - 1 if running else planned)
             if self.replay and r.window is None:
                 limit = min(limit, r.prompt_tokens)
