@@ -109,7 +109,7 @@ class Growth:
 
     def plan(self, r: Request, start: int, stop: int, copies: tuple[Copy, ...] = ()) -> Plan:
         """What the newest step of `r` reads and writes."""
-        table = r.table[:, : -(-stop // self.block_tokens)]
+        table = r.table[:, : r.blocks]  # also what is reserved behind `stop`: a later step may need no plan of its own
         if not self.recurrent:
             return Plan(r.handle, start, stop, table, copies=copies)
         writes = tuple(Write(b.position, b) for b in r.boundaries if start < b.position <= stop)
