@@ -137,7 +137,11 @@ class HybridCache:
             raise UsageError("token_ids must hold at least one token, got none")
         root = root_key(self._hash, *self._identity, f"{type(salt).__name__}:{salt}")
         r = Request(request_id, tokens, self.rows, root, None if salt is None else str(salt))
-        r.hash(self._hash)
+        try:
+            r.hash(self._hash)
+        except BaseException:
+            self.rows.remove(r.row)
+            raise
         self._remember(r)
         return r
 
@@ -247,7 +251,7 @@ class HybridCache:
             raise UsageError(f"computed must be {end} while later steps are in flight, got {computed}; abandon them first")
         if computed > r.length + len(added):
             raise UsageError(f"computed must be at most {r.length + len(added)} (tokens known), got {computed}")
-        r.append(added)
+        self._append(r, added, publishes=computed >= self.rows.next_publish[r.row])
         self._commit_short(r, computed) if computed < end else self._commit_rows(np.array([r.row]), computed)
         if computed >= self.rows.next_publish[r.row]:
             self._publish(r, computed)
@@ -274,9 +278,12 @@ class HybridCache:
         if (done > t.length[rows]).any():
             raise UsageError(f"computed must be at most the tokens known, {t.length[rows].tolist()}, got {done.tolist()}")
         added = None if new_tokens is None else self._sampled(new_tokens, len(rows))
+        full = [(self._at(int(rows[i])), int(done[i])) for i in np.flatnonzero(done >= t.next_publish[rows]).tolist()]
+        for r, _ in full:
+            r.hash(self._hash)  # may raise: before anything changes
         self._commit_rows(rows, done)
-        for i in np.flatnonzero(done >= t.next_publish[rows]).tolist():
-            self._publish(self._at(int(rows[i])), int(done[i]))
+        for r, computed_to in full:
+            self._publish(r, computed_to)
         if added is not None:
             if (added < 0).any():
                 rows, added = rows[added >= 0], added[added >= 0]
@@ -402,14 +409,14 @@ class HybridCache:
         if self.growth.recurrent:
             return [*(c.position for c in reversed(found.checkpoints) if c.position < upto), 0]
         step = self.organization.block_tokens
-        return [min(found.match.joint, (upto - 1) // step * step)]
+        return list(dict.fromkeys((min(found.match.joint, (upto - 1) // step * step), 0)))
 
     def _begin(self, r: Request, found: Found, depth: int, upto: int, budget: int | None, *, cut: bool) -> int:
         """Pin the hit at `depth` for `r`, and say where its first step ends."""
+        r.kept = self._placement.keep(self.organization.grid_tokens, r.length, found.match)
         blocks = found.blocks[: depth // self.organization.block_tokens]
         r.source = next((c for c in found.checkpoints if c.position == depth), None)
         r.prompt_tokens = r.length
-        r.kept = self._placement.keep(self.organization.grid_tokens, r.length, found.match)
         r.kept_until = r.length if self.policy.decode == "update" else NEVER
         if blocks:
             r.table = np.stack([b.units[ATTENTION][:, 0] for b in blocks], axis=1)
@@ -471,9 +478,19 @@ class HybridCache:
         self.growth.retreat(r, computed)
         self.growth.set_limit(r)
 
+    def _append(self, r: Request, added: NDArray[np.int32], *, publishes: bool) -> None:
+        """New tokens, hashed where blocks will be published; none where the hash raises."""
+        length = r.length
+        r.append(added)
+        try:
+            if publishes:
+                r.hash(self._hash)
+        except BaseException:
+            r.cut(length)
+            raise
+
     def _publish(self, r: Request, computed: int) -> None:
-        """Blocks and boundaries up to `computed` are written: make them discoverable, pass the boundaries."""
-        r.hash(self._hash)
+        """Blocks and boundaries up to `computed` are written, and hashed: make them discoverable, pass the boundaries."""
         width, shared = self.organization.block_tokens, self.policy.decode != "update"
         last = computed if shared else min(computed, r.prompt_tokens)
         low, high = r.published, last // width
@@ -487,7 +504,7 @@ class HybridCache:
             r.published = high
         while r.boundaries and r.boundaries[0].position <= computed:
             self._pass(r, r.boundaries.pop(0))
-        if not self.policy.hold_source and r.source is not None and computed > r.opened_at:
+        if not self.policy.hold_source and r.source is not None and computed > r.source.position:
             self.storage.release([r.source])
             r.source = None
         done = int(self.rows.head[r.row])

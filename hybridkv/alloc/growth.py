@@ -101,7 +101,7 @@ class Growth:
         limit = r.blocks * self.block_tokens if self.attention else NEVER
         if self.recurrent:
             planned = r.planned
-            running = r.open is not None or r.live is not None
+            running = (r.open is not None or r.live is not None) and planned > r.opened_at  # else a step reads elsewhere
             limit = min(limit, r.next_kept(planned) - 1 if running else planned)
             if self.replay and r.window is None:
                 limit = min(limit, r.prompt_tokens)
@@ -109,7 +109,7 @@ class Growth:
 
     def plan(self, r: Request, start: int, stop: int, copies: tuple[Copy, ...] = ()) -> Plan:
         """What the newest step of `r` reads and writes."""
-        table = r.table[:, : -(-stop // self.block_tokens)]
+        table = r.table[:, : r.blocks]  # also what is reserved behind `stop`: a later step may need no plan of its own
         if not self.recurrent:
             return Plan(r.handle, start, stop, table, copies=copies)
         writes = tuple(Write(b.position, b) for b in r.boundaries if start < b.position <= stop)

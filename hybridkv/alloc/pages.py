@@ -11,6 +11,7 @@ stores; the owner of a page is whoever must be told before it goes elsewhere (I3
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybridkv.errors import CorruptionError, UsageError
 
 Ids = NDArray[np.int32]
 NO_STAMP = -1
+PARKED = -2
 
 
 class ReclaimQueue:
@@ -28,7 +30,8 @@ class ReclaimQueue:
 
     An entry is current while `stamps[id]` still equals its stamp; others are skipped, never removed from the
     middle. So taking a reference and giving it back unused restores the order for free. Amortized O(1) an entry.
-    An id with a stamp other than `NO_STAMP` has exactly one current entry.
+    An id with a stamp of 0 or more has exactly one current entry. The stamp of an id that was met while it was held is
+    parked as `PARKED - stamp`: without an entry, so that it is not met again, but not forgotten.
     """
 
     __slots__ = ("_front", "_head", "_ids", "_stamps", "_tail", "clock", "stamps")
@@ -39,7 +42,7 @@ class ReclaimQueue:
         self._ids = np.empty(1024, np.int64)
         self._stamps = np.empty(1024, np.int64)
         self._head = self._tail = 0
-        self._front: list[tuple[int, int]] = []
+        self._front: list[tuple[int, int]] = []  # entries put back, (-stamp, id), ascending
 
     def push(self, ids: NDArray[np.integer[Any]]) -> None:
         """Append ids, each newer than everything before it."""
@@ -63,19 +66,37 @@ class ReclaimQueue:
         self._tail += 1
 
     def restore(self, item: int, stamp: int) -> None:
-        """Put an id that was taken by `pop` back to the old end, with its old stamp."""
+        """Give an id its old stamp back, and an entry where that is gone: taken by `pop`, or dropped as stale."""
         self.stamps[item] = stamp
-        self._front.append((item, stamp))
+        i = self._head + int(np.searchsorted(self._stamps[self._head : self._tail], stamp))
+        if i < self._tail and self._stamps[i] == stamp:
+            return
+        entry = (-stamp, item)
+        at = bisect_left(self._front, entry)
+        if self._front[at : at + 1] != [entry]:
+            self._front.insert(at, entry)
+
+    def park(self, item: int) -> None:
+        """An id that `pop` took is held: it has no entry, and keeps its place for `unpark`."""
+        self.stamps[item] = PARKED - self.stamps[item]
+
+    def unpark(self, ids: NDArray[np.integer[Any]]) -> None:
+        """Ids are reclaimable again as if they had never been held; new ones are appended."""
+        stamps = self.stamps[ids]
+        for item, stamp in zip(ids[stamps <= PARKED].tolist(), stamps[stamps <= PARKED].tolist(), strict=True):
+            self.restore(item, PARKED - stamp)
+        if len(new := ids[stamps == NO_STAMP]):
+            self.push(new)
 
     def pop(self) -> int:
-        """The oldest current id, or -1; it is current no more. The caller skips ids that are held."""
-        while self._front:
-            item, stamp = self._front.pop()
-            if self.stamps[item] == stamp:
-                return item
-        while self._head < self._tail:
-            item, stamp = int(self._ids[self._head]), self._stamps[self._head]
-            self._head += 1
+        """The oldest current id, or -1; its entry is gone. The caller skips ids that are held."""
+        while self._front or self._head < self._tail:
+            if self._front and (self._head == self._tail or -self._front[-1][0] < self._stamps[self._head]):
+                negative, item = self._front.pop()
+                stamp = -negative
+            else:
+                item, stamp = int(self._ids[self._head]), self._stamps[self._head]
+                self._head += 1
             if self.stamps[item] == stamp:
                 return item
         return -1
@@ -87,8 +108,9 @@ class ReclaimQueue:
     def order(self) -> list[int]:
         """All current ids, oldest first. O(entries); for tests and snapshots."""
         rest = slice(self._head, self._tail)
-        entries = [*reversed(self._front), *zip(self._ids[rest].tolist(), self._stamps[rest].tolist(), strict=True)]
-        return [item for item, stamp in entries if self.stamps[item] == stamp]
+        entries = [(-negative, item) for negative, item in self._front]
+        entries += zip(self._stamps[rest].tolist(), self._ids[rest].tolist(), strict=True)
+        return [item for stamp, item in sorted(entries) if self.stamps[item] == stamp]
 
     def _make_room(self, count: int) -> None:
         """Drop stale entries; grow when more than half remain, so that the next call is far away."""
@@ -181,8 +203,8 @@ class PagePool:
             self.cached += len(cached)
             if touch:
                 self.queue.push(cached)
-            elif len(lost := cached[self.queue.stamps[cached] == NO_STAMP]):
-                self.queue.push(lost)
+            else:
+                self.queue.unpark(cached)
         if len(cached) < len(idle):
             self._push_free(idle[~self.published[idle]])
 
@@ -213,7 +235,7 @@ class PagePool:
         while (page := self.queue.pop()) >= 0:
             if self.references[page] == 0:
                 return page
-            self.queue.forget(page)  # held again; it gets a new stamp on release
+            self.queue.park(page)  # held again: an unused reference gives it back its place, a used one a new stamp
         raise CorruptionError("I5", f"pool {self.name!r} counts {self.cached} cached pages and finds none")
 
     # Slabs: pages cut in slots. A slab has one reference while any of its slots is held.
@@ -227,8 +249,10 @@ class PagePool:
         """The last held slot of a slab is held no more: the page is cached."""
         self.references[page] = 0
         self.cached += 1
-        if touch or self.queue.stamps[page] == NO_STAMP:
+        if touch:
             self.queue.push_one(page)
+        else:
+            self.queue.unpark(np.array([page]))
 
     def make_slab(self, page: int, owner: object) -> None:
         """A page just taken becomes a slab; it keeps its one reference for the first slot."""

@@ -31,11 +31,13 @@ class Write(NamedTuple):
 class Plan(NamedTuple):
     """What one request's share of a step reads and writes. The step computes tokens [start, stop).
 
-    `attention`: unit of every block of [0, stop), int32 `[groups, blocks]`; a view that later calls may extend.
-    `source`: the state at `start`; None is absent, which means zeros. `destination`: where the state at `stop` goes;
-    the same object as `source` when a step works in place. `writes`: boundaries kept on the way, in order; the last
-    one is the destination when `stop` is itself kept. `window`: units of the replay window, None without one.
-    `copies`: to be executed first.
+    `attention`: unit of every block that is reserved, those of [0, stop) and perhaps more, int32 `[groups, blocks]`; a
+    view that later calls may extend. `source`: the state at `start`; None is absent, which means zeros. `destination`:
+    where the state at `stop` goes; the same object as `source` when a step works in place. `writes`: boundaries kept
+    on the way, in order; the last one is the destination when `stop` is itself kept. `window`: units of the replay
+    window, None without one. `copies`: to be executed first, of a fork or a truncation at once.
+
+    A step that counts only in part (`HybridCache.commit` below its end) leaves its running state where `home` says.
     """
 
     request: int
@@ -47,6 +49,14 @@ class Plan(NamedTuple):
     writes: tuple[Write, ...] = ()
     window: State | None = None
     copies: tuple[Copy, ...] = ()
+
+    def home(self, computed: int) -> State | None:
+        """Where the state at `computed`, in (start, stop], belongs: the first kept boundary not before it, which is
+        then still in progress, else the destination. A running state of its own dtype is always the destination.
+        """
+        if self.destination is not None and StateKind.LIVE in self.destination.units:
+            return self.destination
+        return next((w.state for w in self.writes if w.position >= computed), self.destination)
 
 
 class Refused(NamedTuple):

@@ -77,10 +77,10 @@ def root_key(hash_tokens: TokenHash, *identity: str) -> bytes:
 
 
 def extend_chain(chain: list[Key], root: bytes, tokens: Tokens, block_tokens: int, hash_tokens: TokenHash) -> None:
-    """Append the key of every full block of `tokens` that `chain` does not cover yet. O(tokens)."""
-    raw = tokens.astype("<i4", copy=False).tobytes()
+    """Append the key of every full block of `tokens` that `chain` does not cover yet. O(tokens not covered)."""
+    raw = tokens[len(chain) * block_tokens :].astype("<i4", copy=False).tobytes()
     width = 4 * block_tokens
-    for start in range(len(chain) * width, len(raw) - width + 1, width):
+    for start in range(0, len(raw) - width + 1, width):
         parent = chain[-1] if chain else root
         block = raw[start : start + width]
         chain.append(next_key(parent, block, hash_tokens))

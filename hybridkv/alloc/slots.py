@@ -15,7 +15,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.alloc.pages import NO_STAMP, Ids, PagePool, ReclaimQueue
+from hybridkv.alloc.pages import Ids, PagePool, ReclaimQueue
 from hybridkv.errors import CorruptionError, UsageError
 
 
@@ -136,8 +136,10 @@ class SlotPool:
                 self._free_slot(slab, slot)
 
     def dependants(self, page: int) -> list[object]:
-        """Everything that must leave the index before this slab's page goes elsewhere (I3)."""
-        return [owner for owner in self.slabs[page].owners if owner is not None]
+        """Everything that must leave the index before this slab's page goes elsewhere (I3), each once: a state of
+        several layer groups may have several slots here.
+        """
+        return list(dict.fromkeys(owner for owner in self.slabs[page].owners if owner is not None))
 
     def coldest(self) -> int:
         """The cached slot to reclaim next; its entry leaves the queue."""
@@ -145,7 +147,7 @@ class SlotPool:
             slab, slot = self._at(line)
             if slab.references[slot] == 0:
                 return line
-            self.queue.forget(line)
+            self.queue.park(line)
         raise CorruptionError("I5", f"{self.cached} cached slots are counted and none is found")
 
     def owner(self, line: int) -> object | None:
@@ -217,8 +219,10 @@ class SlotPool:
         published = slab.owners[slot] is not None
         if published:
             self.cached += 1
-            if touch or self.queue.stamps[line] == NO_STAMP:
+            if touch:
                 self.queue.push_one(line)
+            else:
+                self.queue.unpark(np.array([line]))
         if slab.held:
             self.spare += 1
         else:
