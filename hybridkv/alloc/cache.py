@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hybridkv.alloc import audit as auditing
 from hybridkv.alloc import branch
-from hybridkv.alloc.checkpoint import AttentionBlock, Checkpoint, State
+from hybridkv.alloc.checkpoint import AttentionBlock, Checkpoint, Lifecycle, State
 from hybridkv.alloc.growth import ATTENTION, Growth
 from hybridkv.alloc.organization import Organization
 from hybridkv.alloc.plan import (
@@ -319,7 +319,7 @@ class HybridCache:
         """Give everything back and wait again; what is cached then will be hit. Steps in flight count as abandoned."""
         self._expect(r, Status.RUNNING)
         r.collect()
-        self.growth.let_go(r)
+        self._leave(r)
         self._stop(r)
         r.preemptions += 1
         self.counters["preempted"] += 1
@@ -329,7 +329,7 @@ class HybridCache:
         """The request ends, at any moment of its life. Its handle is stale from now on."""
         self._alive(r)
         if r.status is Status.RUNNING:
-            self.growth.let_go(r)
+            self._leave(r)
             self._stop(r)
         r.status = Status.RELEASED
         self.rows.remove(r.row)
@@ -493,15 +493,10 @@ class HybridCache:
         """Blocks and boundaries up to `computed` are written, and hashed: make them discoverable, pass the boundaries."""
         width, shared = self.organization.block_tokens, self.policy.decode != "update"
         last = computed if shared else min(computed, r.prompt_tokens)
-        low, high = r.published, last // width
-        if self.growth.attention and low < high:
-            units = r.table[:, low:high].copy()
-            for i, key in enumerate(r.chain[low:high]):
-                block = AttentionBlock((low + i + 1) * width, {ATTENTION: units[:, i : i + 1]})
-                if self.index.publish(block, key):
-                    self.storage.publish(block)
-                    self.counters["published_blocks"] += 1
-            r.published = high
+        if self.growth.attention:
+            for k in range(r.published, last // width):
+                self._publish_block(r, k)
+            r.published = max(r.published, last // width)
         while r.boundaries and r.boundaries[0].position <= computed:
             self._pass(r, r.boundaries.pop(0))
         if not self.policy.hold_source and r.source is not None and computed > r.source.position:
@@ -511,12 +506,33 @@ class HybridCache:
         r.journal = [undo for undo in r.journal if undo.step >= done]
         self.rows.next_publish[r.row] = (computed // width + 1) * width
 
-    def _pass(self, r: Request, state: Checkpoint) -> None:
-        """A kept boundary is written: publish it, and let the one before it go."""
-        key = r.chain[state.position // self.organization.block_tokens - 1]
-        if self.index.publish(state, key):
+    def _publish_block(self, r: Request, k: int) -> None:
+        """Make block `k` discoverable, unless an equal one is."""
+        if r.chain[k] not in self.index.blocks:
+            block = AttentionBlock((k + 1) * self.organization.block_tokens, {ATTENTION: r.table[:, k : k + 1].copy()})
+            self.index.publish(block, r.chain[k])
+            self.storage.publish(block)
+            self.counters["published_blocks"] += 1
+
+    def _publish_checkpoint(self, r: Request, state: Checkpoint) -> None:
+        """Make a written boundary discoverable, unless an equal one is."""
+        if self.index.publish(state, r.chain[state.position // self.organization.block_tokens - 1]):
             self.storage.publish(state)
             self.counters["published_checkpoints"] += 1
+
+    def _leave(self, r: Request) -> None:
+        """Give everything back. Where an equal copy was published first and has been lost since, ours takes its place:
+        else what we leave behind it could never be found (I11).
+        """
+        for k in range(r.published):
+            self._publish_block(r, k)
+        if r.source is not None and r.source.stage is Lifecycle.RESERVED:
+            self._publish_checkpoint(r, r.source)
+        self.growth.let_go(r)
+
+    def _pass(self, r: Request, state: Checkpoint) -> None:
+        """A kept boundary is written: publish it, and let the one before it go."""
+        self._publish_checkpoint(r, state)
         if r.source is not None:
             self.storage.release([r.source])
         r.source = state
