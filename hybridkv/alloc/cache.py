@@ -165,13 +165,14 @@ class HybridCache:
         return s.never((*counts, *extra))
 
     def admit(
-        self, r: Request, upto: int | None = None, *, budget: int | None = None, require: int = 0, cut: bool = False
+        self, r: Request, upto: int | None = None, *, budget: int | None = None, reserve: int = 0, cut: bool = False
     ) -> Admitted | Refused:
         """Start a waiting request: take references on its hit, reserve room for [cached, stop).
 
         `stop` is `upto` (default: all known tokens), or with `budget` at most that many tokens behind the hit; `cut` ends
-        it at the first kept boundary. A hit never reaches `upto` and leaves a token to compute. `require`: refuse
-        unless storage up to that many tokens could be had now. A hit that is too dear falls back to a shallower one.
+        it at the first kept boundary. A hit never reaches `upto` and leaves a token to compute. `reserve`: take the
+        attention blocks of that many tokens at once, and refuse unless the states up to there could be had too. A hit
+        that is too dear falls back to a shallower one.
         """
         self._expect(r, Status.WAITING)
         length = r.length
@@ -181,19 +182,20 @@ class HybridCache:
         if budget is not None and budget < 1:
             raise UsageError(f"budget must be at least 1, got {budget}")
         found = self._find(r)
-        reserve = self._headroom if self.running else None
+        headroom = self._headroom if self.running else None
         refused: Refused | None = None
         for depth in self._depths(found, upto):
             stop = self._begin(r, found, depth, upto, budget, cut=cut)
-            refused = self.storage.shortage(self.growth.wanted(r, depth, max(stop, require)), reserve)
+            wanted = self.growth.wanted(r, depth, stop, reserve)
+            refused = self.storage.shortage((*wanted, *self.growth.coming(r, depth, stop, reserve)), headroom)
             if refused is None:
-                plan = self.growth.reserve(r, depth, stop, admitted=True)
+                plan = self.growth.reserve(r, depth, stop, admitted=True, blocks=reserve)
                 self._admitted(r, found, depth)
                 return self._checked(Admitted(depth, plan))
             self._unpin(r)
         assert refused is not None
         self.counters["refused"] += 1
-        never = self.storage.never(self.growth.wanted(r, 0, max(upto if budget is None else 1, require)))
+        never = self.storage.never(self.growth.wanted(r, 0, upto if budget is None else 1, reserve))
         return self._checked(never or refused)
 
     def extend(self, r: Request, upto: int) -> Extended | Refused:
