@@ -133,7 +133,7 @@ class PrefixIndex:
         if self._attention:
             limit = (tokens - 1) // self.block_tokens
             found = list(map(self.blocks.get, chain[:limit]))
-            blocks = found[: found.index(None)] if None in found else found  # type: ignore[assignment]
+            blocks = found if all(found) else found[: found.index(None)]  # type: ignore[assignment]
             if not self._recurrent:
                 depth = len(blocks) * self.block_tokens
                 return Found(Match(depth, depth, depth), blocks, [])

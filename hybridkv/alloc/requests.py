@@ -134,6 +134,8 @@ class Request:
 
     def hash(self, hash_tokens: TokenHash) -> None:
         """Keys of all full blocks. O(new tokens)."""
+        if (len(self.chain) + 1) * self._rows.block_tokens > self.length:
+            return
         self.collect()
         extend_chain(self.chain, self.root, self._tokens[: self._stored], self._rows.block_tokens, hash_tokens)
 
