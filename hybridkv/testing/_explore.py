@@ -21,7 +21,7 @@ Make = Callable[[Any], AllocatorAdapter]
 
 # On, above and below a block boundary; one a prefix of another; equal last blocks behind different first ones.
 PROMPTS: tuple[Tokens, ...] = ((0, 0), (0, 0, 1), (0, 0, 0, 0, 1), (1, 1, 0, 0, 1))
-PLAIN = frozenset({"admit", "extend", "commit", "abandon", "release"})
+PLAIN = frozenset({"admit", "extend", "commit", "abandon", "release", "serve"})
 EVERYTHING = PLAIN | {
     "preempt", "resume", "fork", "truncate", "short", "draft", "round", "lease", "clear", "fail", "namespace",
 }  # fmt: skip
@@ -92,6 +92,8 @@ def choices(world: World, scope: Scope) -> Iterator[Operation]:
     if "round" in ops and c.batch and any(r.running and not r.steps and r.computed < len(r.tokens) for r in world.live):
         if all(len(r.tokens) < scope.max_tokens for r in world.live):
             yield ("round", 1)
+    if "serve" in ops and len(world.live) < scope.max_live:
+        yield from (("serve", tokens, None) for tokens in scope.prompts)
     if "lease" in ops and c.lease:
         yield ("lease", 0) if not world.leases else ("end_lease", 0)
     if "clear" in ops and c.clear and world.sut.owned().cached:
@@ -176,13 +178,15 @@ class _Search:
                 self.stopped = True
                 return None
             try:
-                operations, again = self._visit(path, key)
+                base, operations, again = self._visit(path, key)
                 for operation in operations:
                     world = self._after(again, operation)
                     found = self._key(world, (*path, operation))
                     if found not in self.seen:
                         self.seen.add(found)
                         following.append(((*path, operation), found))
+                if self.capabilities.clear:
+                    base.drain()
             except ConformanceError as error:
                 return error
         self.frontier = following
@@ -191,8 +195,8 @@ class _Search:
 
     def _visit(
         self, path: tuple[Operation, ...], key: int
-    ) -> tuple[list[Operation], Callable[[], World]]:
-        """What to try behind `path`, and how to be there again; probes every plan there, and drains the world."""
+    ) -> tuple[World, list[Operation], Callable[[], World]]:
+        """The world behind `path`, in which every plan was probed; what to try there, and how to be there again."""
         world = self._replay(path)
         if self._key(world, path) != key:
             raise ConformanceError("HK-H1", "the same operations led to another state", self.spec, path)
@@ -201,9 +205,7 @@ class _Search:
         if self.capabilities.abandon and "abandon" in self.scope.operations:
             for operation in list(plans(world, self.scope)):
                 world.probe(operation)
-        if self.capabilities.clear:
-            world.drain()
-        return found, again
+        return world, found, again
 
     def _after(self, again: Callable[[], World], operation: Operation) -> World:
         world = again()
@@ -218,9 +220,11 @@ class _Search:
 
     def _replay(self, path: tuple[Operation, ...]) -> World:
         world = World(self.make, self.spec)
+        world.quiet = True
         for operation in path:
             world.do(operation)
             world.check()
+        world.quiet = False
         return world
 
     def _key(self, world: World, path: tuple[Operation, ...]) -> int:

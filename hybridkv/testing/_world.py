@@ -6,6 +6,7 @@ has not run yet. Knows nothing of how an allocator works inside, or of how opera
     ("admit", tokens, namespace, budget)  ("resume", i, budget)   ("extend", i, tokens)  ("commit", i, computed, token)
     ("abandon", i)  ("preempt", i)  ("fork", i)  ("truncate", i, tokens)  ("release", i)  ("round", token)
     ("lease", n)  ("end_lease", i)  ("clear",)  ("fail", operation, n): a callback raises inside it
+    ("serve", tokens, namespace): admitted, run and released
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class World:
         self.live: list[Live] = []
         self.leases: list[tuple[Any, Published]] = []
         self.trace: list[Operation] = []
+        self.quiet = False  # replaying what was checked before
         self.events: list[str] = []
         self._due: set[tuple[str, Namespace, Tokens]] = set()
         self._idle_since: dict[Place, int] = {}
@@ -91,13 +93,25 @@ class World:
             self._broken("HK-A0", f"{operation[0]} raised {type(error).__name__}: {error}")
 
     def _admit(self, tokens: Tokens, namespace: Namespace, budget: int | None) -> None:
-        before, print_before = self.sut.owned(), self.sut.fingerprint()
+        before, print_before = self.sut.owned(), self._print()
         got = self.sut.admit(tokens, namespace=namespace, budget=budget)
         live = Live(None, namespace, tokens, tokens, len(tokens))
         self._begun(live, got, budget, before, print_before, new=True)
 
+    def _serve(self, tokens: Tokens, namespace: Namespace) -> None:
+        count = len(self.live)
+        self._admit(tokens, namespace, None)
+        if len(self.live) > count:
+            self.check()
+            while self.live[-1].computed < len(tokens):
+                if not self.live[-1].steps:
+                    self._extend(count, len(tokens) - self.live[-1].computed)
+                self._commit(count, None, 1)
+                self.check()
+            self._release(count)
+
     def _resume(self, i: int, budget: int | None) -> None:
-        before, print_before, live = self.sut.owned(), self.sut.fingerprint(), self.live[i]
+        before, print_before, live = self.sut.owned(), self._print(), self.live[i]
         got = self.sut.resume(live.handle, budget)
         live.marks, live.prompt, live.origin = live.tokens, len(live.tokens), "HK-G2"
         self._begun(live, got, budget, before, print_before, new=False)
@@ -129,7 +143,7 @@ class World:
             self._planned(live, got.step, before, set(), hit=got.hit)
 
     def _extend(self, i: int, count: int) -> None:
-        live, before, print_before = self.live[i], self.sut.owned(), self.sut.fingerprint()
+        live, before, print_before = self.live[i], self.sut.owned(), self._print()
         view, stop = self.sut.view(live.handle), live.planned + count
         got = self.sut.extend(live.handle, stop)
         if isinstance(got, Refused):
@@ -167,13 +181,13 @@ class World:
         live = self.live.pop(i)
         self._cancelled = bool(live.steps)
         self.sut.release(live.handle)
-        before = self.sut.fingerprint()
+        before = self._print()
         self._raises("HK-A2", "a second release", before, lambda: self.sut.release(live.handle))
         stop = live.planned + 1
         self._raises("HK-F4", "extending a released request", before, lambda: self.sut.extend(live.handle, stop))
 
     def _fork(self, i: int) -> None:
-        live, before, print_before = self.live[i], self.sut.owned(), self.sut.fingerprint()
+        live, before, print_before = self.live[i], self.sut.owned(), self._print()
         got = self.sut.fork(live.handle)
         if isinstance(got, Refused):
             c = self.capabilities
@@ -188,7 +202,7 @@ class World:
         self._reclaimed(before, self.sut.view(got.handle).places() - self.sut.view(live.handle).places())
 
     def _truncate(self, i: int, tokens: int) -> None:
-        live, before, print_before = self.live[i], self.sut.owned(), self.sut.fingerprint()
+        live, before, print_before = self.live[i], self.sut.owned(), self._print()
         view = self.sut.view(live.handle).places()
         got = self.sut.truncate(live.handle, tokens)
         if isinstance(got, Refused):
@@ -243,7 +257,7 @@ class World:
         token, _ = self.leases.pop(i)
         self.sut.end_lease(token)
         if all(token is not other for other, _ in self.leases):
-            self._raises("HK-G3", "a second completion", self.sut.fingerprint(), lambda: self.sut.end_lease(token))
+            self._raises("HK-G3", "a second completion", self._print(), lambda: self.sut.end_lease(token))
 
     def _clear(self) -> None:
         self.sut.clear()
@@ -251,13 +265,13 @@ class World:
 
     def _fail(self, operation: Operation, after: int) -> None:
         """A callback raises inside `operation`, after `after` that did not; then it must not have happened."""
-        before, memory = self.sut.fingerprint(), self.ghost.snapshot()
+        before, memory = self._print(), self.ghost.snapshot()
         marks = [live.marks for live in self.live]
         self.sut.arm(after)
         try:
             getattr(self, f"_{operation[0]}")(*operation[1:])
         except CallbackError:
-            self._expect(self.sut.fingerprint() == before, "HK-G6", f"{operation} failed in a callback and left traces")
+            self._expect(self._print() == before, "HK-G6", f"{operation} failed in a callback and left traces")
             self.ghost.restore(memory)
             for live, old in zip(self.live, marks, strict=True):
                 live.marks = old
@@ -426,6 +440,9 @@ class World:
     def check(self) -> None:
         """The rules that hold between any two operations."""
         owned = self.sut.owned()
+        self._grow_older(owned)
+        if self.quiet:
+            return
         found = [self.sut.view(live.handle) for live in self.live]
         for live, view in zip(self.live, found, strict=True):
             self._check_request(live, view, owned)
@@ -440,6 +457,9 @@ class World:
                 got = self.ghost.read(place, offset)
                 ok = place in owned.held and got == Meaning(part, lease.namespace, lease.tokens)
                 self._expect(ok, "HK-G3", f"leased {place} holds {got}")
+
+    def _grow_older(self, owned: Owned) -> None:
+        """Since when each reclaimable unit is idle."""
         for place in owned.cached - owned.held:
             self._idle_since.setdefault(place, len(self.trace))
         for place in [p for p in self._idle_since if p not in owned.cached or p in owned.held]:
@@ -526,7 +546,7 @@ class World:
 
     def _refused(self, before: Hashable, refused: Refused, *, possible: bool) -> None:
         self.events.append("refused")
-        self._expect(self.sut.fingerprint() == before, "HK-A4", "a refused call left traces")
+        self._expect(self._print() == before, "HK-A4", "a refused call left traces")
         if self.capabilities.promises_room:
             self._expect(not possible, "HK-E2", f"{refused} though enough can be had")
 
@@ -550,6 +570,8 @@ class World:
     def _best(self, live: Live, budget: int | None, owned: Owned) -> tuple[int, bool]:
         """The deepest hit that is cached whole and affordable, and whether admission is possible at all."""
         c = self.capabilities
+        if self.quiet:
+            return 0, False
         possible = self._affordable(live, 0, budget, owned)
         if not c.prefix_cache:
             return 0, possible
@@ -627,7 +649,7 @@ class World:
 
     def probe(self, operation: Operation) -> None:
         """G5: a plan that is abandoned at once leaves no trace. What is left over serves for more probes, and `drain`."""
-        before, known = self.sut.fingerprint(), len(self.trace)
+        before, known = self._print(), len(self.trace)
         steps = sum(len(live.steps) for live in self.live)
         self.do(operation)
         if sum(len(live.steps) for live in self.live) > steps:
@@ -636,15 +658,19 @@ class World:
             self.do(("abandon", index))
             if operation[0] == "admit":
                 self.sut.release(self.live.pop().handle)
-            self._expect(self.sut.fingerprint() == before, "HK-G5", f"{operation} abandoned left traces")
+            self._expect(self._print() == before, "HK-G5", f"{operation} abandoned left traces")
             self.check()
         del self.trace[known:]
+
+    def _print(self) -> Hashable:
+        """The fingerprint, for comparison; nothing while replaying."""
+        return None if self.quiet else self.sut.fingerprint()
 
     def _raises(self, rule: str, what: str, before: Hashable, call: Callable[[], object]) -> None:
         try:
             call()
         except self.capabilities.usage_errors:
-            self._expect(self.sut.fingerprint() == before, rule, f"{what} raised, and left traces")
+            self._expect(self._print() == before, rule, f"{what} raised, and left traces")
         else:
             self._broken(rule, f"{what} was accepted")
 
