@@ -36,6 +36,7 @@ from hybridkv.testing._adapter import (
 from hybridkv.testing._ghost import GhostMemory, Meaning
 from hybridkv.testing._rules import ConformanceError, Operation
 
+ZERO = Meaning(Part("zero"), None, ())
 DECODED = 1 << 20  # tokens whose states an `update` decode made have a meaning of their own (I9)
 
 
@@ -126,10 +127,10 @@ class World:
             self._refused(print_before, got, possible=possible)
             return
         self._expect(0 <= got.hit < len(tokens), "HK-B4", f"hit {got.hit} of {len(tokens)} tokens")
+        self._expect(got.hit >= depth, "HK-E1", f"hit {got.hit} though what is cached reaches {depth}")
         due = self._last_due(live)
         if due > got.hit:
             self._expect(not self._affordable(live, due, budget, before), "HK-E5", f"hit {got.hit} of {due} published")
-        self._expect(got.hit >= depth, "HK-E1", f"hit {got.hit} though what is cached reaches {depth}")
         self.events.append("hit" if got.hit else "miss")
         unit = self.capabilities.grid_tokens or self.capabilities.block_tokens
         self._due |= {("blocks", live.namespace, tokens[:b]) for b in range(unit, got.hit + 1, unit)}
@@ -284,8 +285,12 @@ class World:
         live.steps.append(step)
         fresh = self._fresh(step, held, hit)
         live.fresh.append(fresh)
+        relied = set() if self.quiet else self._relied(live)
+        first = step.start // self.capabilities.block_tokens
+        clash = {p for row in step.tables for p in row[first:]} & relied
         if written := {id_ for id_ in fresh for p in self.sut.published() for _, id_ in p.state if id_ in fresh}:
             self._broken("HK-C3", f"handed out and still in the index: {sorted(written)}")
+        self._expect(not clash, "HK-D2", f"a step is to write {sorted(clash)}, which others rely on")
         self._reclaimed(before, fresh)
 
     def _fresh(self, step: Step, held: set[Place], hit: int = 0) -> set[Place]:
@@ -359,7 +364,7 @@ class World:
             got = self.ghost.read(place)
             want = live.marks[:fold]
             rule = "HK-B5" if got is None else "HK-D3" if step.start == 0 else "HK-B3"
-            ok = got is not None and got.tokens == want and got.namespace == live.namespace and got.part == part
+            ok = got == (Meaning(part, live.namespace, want) if step.start else ZERO)
             self._expect(ok, rule, f"a step from {step.start} reads {part} at {place} and finds {got}, not {want}")
         for p in range(fold, step.start):
             self._expect_window(live, step.window, p)
@@ -433,7 +438,7 @@ class World:
                 self._expect(op.source not in written, "HK-D1", f"{op} reads what an earlier one overwrote")
                 self.ghost.copy(op.source, op.destination)
             else:
-                self.ghost.poison(op.destination)
+                self.ghost.write(op.destination, ZERO)
             written.add(op.destination)
 
     # ------------------------------------------------------------------------------------------------- checking
@@ -444,12 +449,12 @@ class World:
         if self.quiet:
             return
         found = [self.sut.view(live.handle) for live in self.live]
-        for live, view in zip(self.live, found, strict=True):
-            self._check_request(live, view, owned)
         users = {place for view in found for place in view.places()}
         users.update(place for _, lease in self.leases for _, place in lease.state)
         self._all(checks.views(found, owned, self.ghost))
         self._all(checks.partition(owned, self.capabilities.pools, users, cancelled=self._cancelled))
+        for live, view in zip(self.live, found, strict=True):
+            self._check_request(live, view, owned)
         self._check_published(owned)
         for _, lease in self.leases:
             for part, place in lease.state:
@@ -515,12 +520,13 @@ class World:
         if wrong:
             some = 0 < len(wrong) < len(step.tables)
             rule, message = next(iter(wrong.values()))
-            self._broken("HK-C5" if some and rule == "HK-B2" else rule, message)
+            self._broken("HK-C5" if some and rule == "HK-B2" else live.origin or rule, message)
         if not c.grid_tokens:
             return
         if not hit:
-            zero = step.source is None or all(self.ghost.read(p) is None for _, p in step.source)
-            self._expect(zero, "HK-D3", f"a miss starts from {step.source}")
+            cleared = {op.destination for op in step.before if not isinstance(op, Copy)}
+            zero = cleared.issuperset(place for _, place in step.source or ())
+            self._expect(zero, live.origin or "HK-D3", f"a miss starts from {step.source}")
             return
         self._expect(step.source is not None, "HK-C2", f"hit {hit} without a state")
         pairs = [(self.ghost.read(p), Meaning(part, live.namespace, live.tokens[:hit])) for part, p in step.source or ()]
@@ -528,7 +534,7 @@ class World:
         if bad:
             rule = "HK-C2" if len(bad) == len(pairs) else "HK-C1"
             rule = checks.wrong_hit(*bad[0], rule, weak_hash=c.weak_hash, width=c.block_tokens)
-            self._broken(rule, f"hit {hit}, but a part of its state is {bad[0][0]}")
+            self._broken(live.origin or rule, f"hit {hit}, but a part of its state is {bad[0][0]}")
 
     def _check_published(self, owned: Owned) -> None:
         """B6, C1: everything that can be found holds what its key says."""

@@ -299,7 +299,7 @@ class CacheAdapter:
         tokens = tuple(r.tokens.tolist())
         width = self.cache.organization.block_tokens
         for k, key in enumerate(r.chain):
-            self._names[key] = (namespace, tokens[: (k + 1) * width])
+            self._names.setdefault(key, (namespace, tokens[: (k + 1) * width]))
 
     # ------------------------------------------------------------------------------------------- fingerprint
     def _state_key(self, state: object) -> Hashable:
