@@ -75,6 +75,7 @@ class World:
         self.leases: list[tuple[Any, Published]] = []
         self.trace: list[Operation] = []
         self.quiet = False  # replaying what was checked before
+        self.broken: ConformanceError | None = None
         self.events: list[str] = []
         self._due: set[tuple[str, Namespace, Tokens]] = set()
         self._idle_since: dict[Place, int] = {}
@@ -546,6 +547,8 @@ class World:
             ]
             if bad:
                 rule = "HK-C1" if len(bad) < len(cells) and not entry.attention else "HK-B6"
+                c, want = self.capabilities, Meaning(cells[0][0], entry.namespace, entry.tokens)
+                rule = checks.wrong_hit(bad[0][1], want, rule, weak_hash=c.weak_hash, width=c.block_tokens)
                 self._broken(rule, f"published for {entry.tokens} in {entry.namespace}: {bad[0][0]} holds {bad[0][1]}")
             missing = [place for _, place, _ in cells if place not in owned.cached]
             self._expect(not missing, "HK-C1", f"found in the index, but {missing} are not marked so")
@@ -689,4 +692,5 @@ class World:
             self._broken(rule, message)
 
     def _broken(self, rule: str, message: str) -> NoReturn:
-        raise ConformanceError(rule, message, self.spec, tuple(self.trace))
+        self.broken = ConformanceError(rule, message, self.spec, tuple(self.trace))
+        raise self.broken

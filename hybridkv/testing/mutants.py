@@ -102,7 +102,7 @@ def hit_takes_no_reference(cache: HybridCache) -> None:
     _around(cache, "_begin", begin)
 
 
-@_mutant("A", "HK-A6", "HK-A3", "HK-A8", "HK-D4", "HK-A0", ops="fork")
+@_mutant("A", "HK-A6", "HK-A4", "HK-A3", "HK-A8", "HK-D4", "HK-A0", ops="fork")
 def release_ignores_other_holders(cache: HybridCache) -> None:
     for pool in _pools(cache):
 
@@ -149,7 +149,7 @@ def two_requests_share_a_running_state(cache: HybridCache) -> None:
     _around(cache.growth, "_attach", attach)
 
 
-@_mutant("A", "HK-A0", "HK-B2", "HK-C2", "HK-C3")
+@_mutant("A", "HK-B5", "HK-A0", "HK-B2", "HK-C2", "HK-C3")
 def hit_is_not_pinned_while_room_is_made(cache: HybridCache) -> None:
     held: list[Checkpoint] = []
 
@@ -235,7 +235,7 @@ def refusal_reclaims_first(cache: HybridCache) -> None:
     _around(cache.storage, "shortage", shortage)
 
 
-@_mutant("A", "HK-A4", spec="s0")
+@_mutant("A", "HK-A4", prompts=((0, 0), (1, 1), (0, 0, 0, 0, 1)))
 def refusal_refreshes_the_reclaim_order(cache: HybridCache) -> None:
     for pool in _pools(cache):
         _around(pool, "release", lambda release, ids, **_: release(ids))
@@ -269,7 +269,7 @@ def hit_reaches_the_end(cache: HybridCache) -> None:
     cache._depths = lambda found, upto: [*(c.position for c in reversed(found.checkpoints)), 0]  # noqa: SLF001
 
 
-@_mutant("B", "HK-D2", "HK-B1", "HK-B5", "HK-B6")
+@_mutant("B", "HK-B2", "HK-D2", "HK-B1", "HK-B5", "HK-B6")
 def growth_reorders_the_table(cache: HybridCache) -> None:
     def reserve(original: Any, r: Request, *a: Any, **k: Any) -> Plan:
         plan = original(r, *a, **k)
@@ -469,7 +469,7 @@ def source_is_released_before_the_plan_ran(cache: HybridCache) -> None:
     _around(cache, "_admitted", admitted)
 
 
-@_mutant("D", "HK-D2", "HK-B1", "HK-B5", "HK-D4")
+@_mutant("D", "HK-C3", "HK-D2", "HK-B1", "HK-B5", "HK-D4")
 def absent_id_is_clamped_to_page_0(cache: HybridCache) -> None:
     def change(r: Request, plan: Plan) -> Plan:
         table = plan.attention.copy()
