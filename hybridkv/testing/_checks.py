@@ -181,5 +181,6 @@ def wrong_hit(got: Meaning | None, want: Meaning, default: str, *, weak_hash: bo
         return "HK-F1" if got.namespace != want.namespace else default
     if weak_hash:
         return "HK-F2"
-    prefix = want.tokens[: len(got.tokens)] == got.tokens  # another boundary of the same prefix is no identity
-    return "HK-F3" if not prefix and got.tokens[-width:] == want.tokens[-width:] else default
+    common = min(len(got.tokens), len(want.tokens))
+    same = got.tokens[:common] == want.tokens[:common]  # another boundary of this prefix, not another prefix
+    return "HK-F3" if not same and got.tokens[-width:] == want.tokens[-width:] else default

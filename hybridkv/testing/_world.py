@@ -75,6 +75,7 @@ class World:
         self.leases: list[tuple[Any, Published]] = []
         self.trace: list[Operation] = []
         self.quiet = False  # replaying what was checked before
+        self.known: Hashable = None  # the fingerprint, where the search has just computed it
         self.broken: ConformanceError | None = None
         self.events: list[str] = []
         self._due: set[tuple[str, Namespace, Tokens]] = set()
@@ -93,6 +94,8 @@ class World:
             raise
         except Exception as error:  # noqa: BLE001  # the system under test may raise anything
             self._broken("HK-A0", f"{operation[0]} raised {type(error).__name__}: {error}")
+        finally:
+            self.known = None
 
     def _admit(self, tokens: Tokens, namespace: Namespace, budget: int | None) -> None:
         before, print_before = self.sut.owned(), self._print()
@@ -180,7 +183,7 @@ class World:
         live.steps, live.fresh = [], []
 
     def _release(self, i: int) -> None:
-        live = self.live.pop(i)
+        live, self.known = self.live.pop(i), None
         self._cancelled = bool(live.steps)
         self.sut.release(live.handle)
         before = self._print()
@@ -256,7 +259,7 @@ class World:
             self.leases.append(got)
 
     def _end_lease(self, i: int) -> None:
-        token, _ = self.leases.pop(i)
+        (token, _), self.known = self.leases.pop(i), None
         self.sut.end_lease(token)
         if all(token is not other for other, _ in self.leases):
             self._raises("HK-G3", "a second completion", self._print(), lambda: self.sut.end_lease(token))
@@ -657,22 +660,31 @@ class World:
         self._expect(ok, "HK-A5", f"after a clear {sorted(rest)} are in use and {len(owned.free)} of {len(whole)} free")
 
     def probe(self, operation: Operation) -> None:
-        """G5: a plan that is abandoned at once leaves no trace. What is left over serves for more probes, and `drain`."""
-        before, known = self._print(), len(self.trace)
-        steps = sum(len(live.steps) for live in self.live)
+        """A plan is made and abandoned. The world may be used afterwards."""
+        before, count = self.sut.fingerprint(), self.flights
         self.do(operation)
-        if sum(len(live.steps) for live in self.live) > steps:
-            index = len(self.live) - 1 if operation[0] == "admit" else operation[1]
+        if self.flights > count:
             self.check()
-            self.do(("abandon", index))
-            if operation[0] == "admit":
-                self.sut.release(self.live.pop().handle)
-            self._expect(self._print() == before, "HK-G5", f"{operation} abandoned left traces")
+            self.take_back(operation, before)
             self.check()
-        del self.trace[known:]
+
+    def take_back(self, operation: Operation, before: Hashable) -> None:
+        """G5: abandoning the plan that `operation` has just made leaves everything as it was."""
+        self.do(("abandon", len(self.live) - 1 if operation[0] == "admit" else operation[1]))
+        if operation[0] == "admit":
+            self.sut.release(self.live.pop().handle)
+        self._expect(self.sut.fingerprint() == before, "HK-G5", f"{operation} abandoned left traces")
+
+    @property
+    def flights(self) -> int:
+        """Steps in flight."""
+        return sum(len(live.steps) for live in self.live)
 
     def _print(self) -> Hashable:
         """The fingerprint, for comparison; nothing while replaying."""
+        if self.known is not None:
+            found, self.known = self.known, None
+            return found
         return None if self.quiet else self.sut.fingerprint()
 
     def _raises(self, rule: str, what: str, before: Hashable, call: Callable[[], object]) -> None:

@@ -48,7 +48,9 @@ SPECS = {
 
 
 class Mutant(NamedTuple):
-    """A wrong version: its family, the rules expected to speak, where it is looked for, and with which operations."""
+    """A wrong version: its family, the rules that may speak (the first one does first, in a shortest trace), where it is
+    looked for, and with which operations and prompts.
+    """
 
     name: str
     family: str
@@ -91,7 +93,7 @@ def _replan(cache: HybridCache, change: Callable[[Request, Plan], Plan]) -> None
 
 
 # ------------------------------------------------------------------------------------------------- A ownership
-@_mutant("A", "HK-A3", "HK-A6", "HK-A0")
+@_mutant("A", "HK-A6", "HK-A3", "HK-A0")
 def hit_takes_no_reference(cache: HybridCache) -> None:
     def begin(original: Any, r: Request, *a: Any, **k: Any) -> int:
         stop = original(r, *a, **k)
@@ -102,7 +104,7 @@ def hit_takes_no_reference(cache: HybridCache) -> None:
     _around(cache, "_begin", begin)
 
 
-@_mutant("A", "HK-A6", "HK-A4", "HK-A3", "HK-A8", "HK-D4", "HK-A0", ops="fork")
+@_mutant("A", "HK-A4", "HK-A6", "HK-A3", "HK-A8", "HK-D4", "HK-A0", ops="fork")
 def release_ignores_other_holders(cache: HybridCache) -> None:
     for pool in _pools(cache):
 
@@ -279,7 +281,7 @@ def growth_reorders_the_table(cache: HybridCache) -> None:
     _around(cache.growth, "reserve", reserve)
 
 
-@_mutant("B", "HK-B6", "HK-C3", "HK-A0", "HK-C1")
+@_mutant("B", "HK-C3", "HK-B6", "HK-A0", "HK-C1")
 def published_when_planned(cache: HybridCache) -> None:
     def reserve(original: Any, r: Request, start: int, stop: int, **k: Any) -> Plan:
         plan = original(r, start, stop, **k)
@@ -512,7 +514,7 @@ def hit_or_nothing(cache: HybridCache) -> None:
     _around(cache, "_depths", lambda depths, *a: depths(*a)[:1])
 
 
-@_mutant("E", "HK-E2", "HK-E1")
+@_mutant("E", "HK-E1", "HK-E2")
 def shared_pages_are_counted_as_new(cache: HybridCache) -> None:
     wanting: list[Request] = []
 
@@ -598,7 +600,7 @@ def resume_continues_on_the_state_it_left(cache: HybridCache) -> None:
     _replan(cache, lambda r, plan: plan._replace(source=left.pop(r.id)) if left.get(r.id) else plan)
 
 
-@_mutant("G", "HK-G4", "HK-D2", "HK-A6", "HK-A7", ops="fork", prompts=((0, 0, 1),))
+@_mutant("G", "HK-D2", "HK-G4", "HK-A6", "HK-A7", ops="fork", prompts=((0, 0, 1),))
 def fork_shares_the_block_in_progress(cache: HybridCache) -> None:
     def fork(original: Any, r: Request, request_id: Any) -> Any:
         answer = original(r, request_id)
