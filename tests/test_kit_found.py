@@ -120,6 +120,11 @@ FOUND: dict[str, tuple[CacheSpec, list[tuple[Any, ...]]]] = {
             ("resume", 0, 2),
         ],
     ),
+    # HK-A0: weak digests of prefixes of different lengths collided, and comparing the keys never ended
+    "keys of different depths collide": (
+        CacheSpec(organization="s0", pages=(10,), buckets=1),
+        [("admit", (0, 0, 1, 0, 0), None, 3), ("admit", (0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1), None, 2)],
+    ),
     # HK-D5: a batched step reached into blocks that were reserved, but that the last plan did not name
     "reserved blocks that no plan names": (
         CacheSpec(organization="s1", pages=(4,), shape=shape(groups=(1, 0))),

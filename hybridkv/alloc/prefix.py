@@ -64,7 +64,7 @@ class ExactKey:
             if a.tokens != b.tokens:
                 return False
             a, b = a.parent, b.parent
-        return a == b
+        return isinstance(a, bytes) and a == b  # one of them is still a key: prefixes of different lengths
 
 
 Key = bytes | ExactKey

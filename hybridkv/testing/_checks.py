@@ -175,12 +175,12 @@ class Contents:
 
 def wrong_hit(got: Meaning | None, want: Meaning, default: str, *, weak_hash: bool, width: int) -> str:
     """Which rule a hit breaks whose content is `got` where `want` was promised."""
-    if got is None or got.part != want.part or len(got.tokens) != len(want.tokens):
+    if got is None or got.part != want.part:
         return default
-    if got.tokens == want.tokens and got.namespace != want.namespace:
-        return "HK-F1"
-    if got.tokens != want.tokens and weak_hash:
+    if got.tokens == want.tokens:
+        return "HK-F1" if got.namespace != want.namespace else default
+    if weak_hash:
         return "HK-F2"
-    if got.tokens != want.tokens and got.tokens[-width:] == want.tokens[-width:]:
-        return "HK-F3"
-    return default
+    common = min(len(got.tokens), len(want.tokens))
+    same = got.tokens[:common] == want.tokens[:common]  # another boundary of this prefix, not another prefix
+    return "HK-F3" if not same and got.tokens[-width:] == want.tokens[-width:] else default

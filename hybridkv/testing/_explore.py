@@ -1,7 +1,7 @@
 """Breadth first over everything that is small, so that the first failure is a shortest one.
 
 Replays operations; copies nothing. Several pool shapes are interleaved by depth: all to depth 3, then all to depth 4.
-At every state that is visited, each plan is also made and abandoned (G5), and the whole world is drained (A5).
+At every state that is visited each plan is also abandoned (G5), and at last the whole world is drained (A5).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Make = Callable[[Any], AllocatorAdapter]
 
 # On, above and below a block boundary; one a prefix of another; equal last blocks behind different first ones.
 PROMPTS: tuple[Tokens, ...] = ((0, 0), (0, 0, 1), (0, 0, 0, 0, 1), (1, 1, 0, 0, 1))
-PLAIN = frozenset({"admit", "extend", "commit", "abandon", "release"})
+PLAIN = frozenset({"admit", "extend", "commit", "abandon", "release", "serve"})
+PLANS = frozenset({"admit", "resume", "extend"})
 EVERYTHING = PLAIN | {
     "preempt", "resume", "fork", "truncate", "short", "draft", "round", "lease", "clear", "fail", "namespace",
 }  # fmt: skip
@@ -92,6 +93,8 @@ def choices(world: World, scope: Scope) -> Iterator[Operation]:
     if "round" in ops and c.batch and any(r.running and not r.steps and r.computed < len(r.tokens) for r in world.live):
         if all(len(r.tokens) < scope.max_tokens for r in world.live):
             yield ("round", 1)
+    if "serve" in ops and len(world.live) < scope.max_live:
+        yield from (("serve", tokens, None) for tokens in scope.prompts)
     if "lease" in ops and c.lease:
         yield ("lease", 0) if not world.leases else ("end_lease", 0)
     if "clear" in ops and c.clear and world.sut.owned().cached:
@@ -157,6 +160,7 @@ class _Search:
         self.frontier: list[tuple[tuple[Operation, ...], int]] = [((), self._key(world, ()))]
         self.depth = 0
         self.stopped = False
+        self.probes = self.capabilities.abandon and "abandon" in self.scope.operations
 
     @property
     def open(self) -> bool:
@@ -176,37 +180,35 @@ class _Search:
                 self.stopped = True
                 return None
             try:
-                operations, again = self._visit(path, key)
-                for operation in operations:
-                    world = self._after(again, operation)
+                base, again = self._visit(path, key)
+                before = base.sut.fingerprint()
+                for operation in choices(base, self.scope):
+                    world = self._after(again, operation, before)
                     found = self._key(world, (*path, operation))
                     if found not in self.seen:
                         self.seen.add(found)
                         following.append(((*path, operation), found))
+                    if self.probes and operation[0] in PLANS and world.flights > base.flights:
+                        world.take_back(operation, before)
+                        world.check()
+                if self.capabilities.clear:
+                    base.drain()
             except ConformanceError as error:
                 return error
         self.frontier = following
         self.depth += 1
         return None
 
-    def _visit(
-        self, path: tuple[Operation, ...], key: int
-    ) -> tuple[list[Operation], Callable[[], World]]:
-        """What to try behind `path`, and how to be there again; probes every plan there, and drains the world."""
+    def _visit(self, path: tuple[Operation, ...], key: int) -> tuple[World, Callable[[], World]]:
+        """The world behind `path`, and how to be there again."""
         world = self._replay(path)
         if self._key(world, path) != key:
             raise ConformanceError("HK-H1", "the same operations led to another state", self.spec, path)
-        again = snapshot(world) or (lambda: self._replay(path))
-        found = list(choices(world, self.scope))
-        if self.capabilities.abandon and "abandon" in self.scope.operations:
-            for operation in list(plans(world, self.scope)):
-                world.probe(operation)
-        if self.capabilities.clear:
-            world.drain()
-        return found, again
+        return world, snapshot(world) or (lambda: self._replay(path))
 
-    def _after(self, again: Callable[[], World], operation: Operation) -> World:
+    def _after(self, again: Callable[[], World], operation: Operation, before: Hashable) -> World:
         world = again()
+        world.known = before
         world.do(operation)
         world.check()
         if operation[0] == "round":
@@ -218,9 +220,11 @@ class _Search:
 
     def _replay(self, path: tuple[Operation, ...]) -> World:
         world = World(self.make, self.spec)
+        world.quiet = True
         for operation in path:
             world.do(operation)
             world.check()
+        world.quiet = False
         return world
 
     def _key(self, world: World, path: tuple[Operation, ...]) -> int:

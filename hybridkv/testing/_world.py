@@ -6,6 +6,7 @@ has not run yet. Knows nothing of how an allocator works inside, or of how opera
     ("admit", tokens, namespace, budget)  ("resume", i, budget)   ("extend", i, tokens)  ("commit", i, computed, token)
     ("abandon", i)  ("preempt", i)  ("fork", i)  ("truncate", i, tokens)  ("release", i)  ("round", token)
     ("lease", n)  ("end_lease", i)  ("clear",)  ("fail", operation, n): a callback raises inside it
+    ("serve", tokens, namespace): admitted, run and released
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from hybridkv.testing._adapter import (
 from hybridkv.testing._ghost import GhostMemory, Meaning
 from hybridkv.testing._rules import ConformanceError, Operation
 
+ZERO = Meaning(Part("zero"), None, ())
 DECODED = 1 << 20  # tokens whose states an `update` decode made have a meaning of their own (I9)
 
 
@@ -72,6 +74,9 @@ class World:
         self.live: list[Live] = []
         self.leases: list[tuple[Any, Published]] = []
         self.trace: list[Operation] = []
+        self.quiet = False  # replaying what was checked before
+        self.known: Hashable = None  # the fingerprint, where the search has just computed it
+        self.broken: ConformanceError | None = None
         self.events: list[str] = []
         self._due: set[tuple[str, Namespace, Tokens]] = set()
         self._idle_since: dict[Place, int] = {}
@@ -89,15 +94,29 @@ class World:
             raise
         except Exception as error:  # noqa: BLE001  # the system under test may raise anything
             self._broken("HK-A0", f"{operation[0]} raised {type(error).__name__}: {error}")
+        finally:
+            self.known = None
 
     def _admit(self, tokens: Tokens, namespace: Namespace, budget: int | None) -> None:
-        before, print_before = self.sut.owned(), self.sut.fingerprint()
+        before, print_before = self.sut.owned(), self._print()
         got = self.sut.admit(tokens, namespace=namespace, budget=budget)
         live = Live(None, namespace, tokens, tokens, len(tokens))
         self._begun(live, got, budget, before, print_before, new=True)
 
+    def _serve(self, tokens: Tokens, namespace: Namespace) -> None:
+        count = len(self.live)
+        self._admit(tokens, namespace, None)
+        if len(self.live) > count:
+            self.check()
+            while self.live[-1].computed < len(tokens):
+                if not self.live[-1].steps:
+                    self._extend(count, len(tokens) - self.live[-1].computed)
+                self._commit(count, None, 1)
+                self.check()
+            self._release(count)
+
     def _resume(self, i: int, budget: int | None) -> None:
-        before, print_before, live = self.sut.owned(), self.sut.fingerprint(), self.live[i]
+        before, print_before, live = self.sut.owned(), self._print(), self.live[i]
         got = self.sut.resume(live.handle, budget)
         live.marks, live.prompt, live.origin = live.tokens, len(live.tokens), "HK-G2"
         self._begun(live, got, budget, before, print_before, new=False)
@@ -112,10 +131,10 @@ class World:
             self._refused(print_before, got, possible=possible)
             return
         self._expect(0 <= got.hit < len(tokens), "HK-B4", f"hit {got.hit} of {len(tokens)} tokens")
+        self._expect(got.hit >= depth, "HK-E1", f"hit {got.hit} though what is cached reaches {depth}")
         due = self._last_due(live)
         if due > got.hit:
             self._expect(not self._affordable(live, due, budget, before), "HK-E5", f"hit {got.hit} of {due} published")
-        self._expect(got.hit >= depth, "HK-E1", f"hit {got.hit} though what is cached reaches {depth}")
         self.events.append("hit" if got.hit else "miss")
         unit = self.capabilities.grid_tokens or self.capabilities.block_tokens
         self._due |= {("blocks", live.namespace, tokens[:b]) for b in range(unit, got.hit + 1, unit)}
@@ -129,7 +148,7 @@ class World:
             self._planned(live, got.step, before, set(), hit=got.hit)
 
     def _extend(self, i: int, count: int) -> None:
-        live, before, print_before = self.live[i], self.sut.owned(), self.sut.fingerprint()
+        live, before, print_before = self.live[i], self.sut.owned(), self._print()
         view, stop = self.sut.view(live.handle), live.planned + count
         got = self.sut.extend(live.handle, stop)
         if isinstance(got, Refused):
@@ -164,16 +183,16 @@ class World:
         live.steps, live.fresh = [], []
 
     def _release(self, i: int) -> None:
-        live = self.live.pop(i)
+        live, self.known = self.live.pop(i), None
         self._cancelled = bool(live.steps)
         self.sut.release(live.handle)
-        before = self.sut.fingerprint()
+        before = self._print()
         self._raises("HK-A2", "a second release", before, lambda: self.sut.release(live.handle))
         stop = live.planned + 1
         self._raises("HK-F4", "extending a released request", before, lambda: self.sut.extend(live.handle, stop))
 
     def _fork(self, i: int) -> None:
-        live, before, print_before = self.live[i], self.sut.owned(), self.sut.fingerprint()
+        live, before, print_before = self.live[i], self.sut.owned(), self._print()
         got = self.sut.fork(live.handle)
         if isinstance(got, Refused):
             c = self.capabilities
@@ -188,7 +207,7 @@ class World:
         self._reclaimed(before, self.sut.view(got.handle).places() - self.sut.view(live.handle).places())
 
     def _truncate(self, i: int, tokens: int) -> None:
-        live, before, print_before = self.live[i], self.sut.owned(), self.sut.fingerprint()
+        live, before, print_before = self.live[i], self.sut.owned(), self._print()
         view = self.sut.view(live.handle).places()
         got = self.sut.truncate(live.handle, tokens)
         if isinstance(got, Refused):
@@ -240,10 +259,10 @@ class World:
             self.leases.append(got)
 
     def _end_lease(self, i: int) -> None:
-        token, _ = self.leases.pop(i)
+        (token, _), self.known = self.leases.pop(i), None
         self.sut.end_lease(token)
         if all(token is not other for other, _ in self.leases):
-            self._raises("HK-G3", "a second completion", self.sut.fingerprint(), lambda: self.sut.end_lease(token))
+            self._raises("HK-G3", "a second completion", self._print(), lambda: self.sut.end_lease(token))
 
     def _clear(self) -> None:
         self.sut.clear()
@@ -251,13 +270,13 @@ class World:
 
     def _fail(self, operation: Operation, after: int) -> None:
         """A callback raises inside `operation`, after `after` that did not; then it must not have happened."""
-        before, memory = self.sut.fingerprint(), self.ghost.snapshot()
+        before, memory = self._print(), self.ghost.snapshot()
         marks = [live.marks for live in self.live]
         self.sut.arm(after)
         try:
             getattr(self, f"_{operation[0]}")(*operation[1:])
         except CallbackError:
-            self._expect(self.sut.fingerprint() == before, "HK-G6", f"{operation} failed in a callback and left traces")
+            self._expect(self._print() == before, "HK-G6", f"{operation} failed in a callback and left traces")
             self.ghost.restore(memory)
             for live, old in zip(self.live, marks, strict=True):
                 live.marks = old
@@ -270,8 +289,12 @@ class World:
         live.steps.append(step)
         fresh = self._fresh(step, held, hit)
         live.fresh.append(fresh)
+        relied = set() if self.quiet else self._relied(live)
+        first = step.start // self.capabilities.block_tokens
+        clash = {p for row in step.tables for p in row[first:]} & relied
         if written := {id_ for id_ in fresh for p in self.sut.published() for _, id_ in p.state if id_ in fresh}:
             self._broken("HK-C3", f"handed out and still in the index: {sorted(written)}")
+        self._expect(not clash, "HK-D2", f"a step is to write {sorted(clash)}, which others rely on")
         self._reclaimed(before, fresh)
 
     def _fresh(self, step: Step, held: set[Place], hit: int = 0) -> set[Place]:
@@ -345,7 +368,7 @@ class World:
             got = self.ghost.read(place)
             want = live.marks[:fold]
             rule = "HK-B5" if got is None else "HK-D3" if step.start == 0 else "HK-B3"
-            ok = got is not None and got.tokens == want and got.namespace == live.namespace and got.part == part
+            ok = got == (Meaning(part, live.namespace, want) if step.start else ZERO)
             self._expect(ok, rule, f"a step from {step.start} reads {part} at {place} and finds {got}, not {want}")
         for p in range(fold, step.start):
             self._expect_window(live, step.window, p)
@@ -419,20 +442,23 @@ class World:
                 self._expect(op.source not in written, "HK-D1", f"{op} reads what an earlier one overwrote")
                 self.ghost.copy(op.source, op.destination)
             else:
-                self.ghost.poison(op.destination)
+                self.ghost.write(op.destination, ZERO)
             written.add(op.destination)
 
     # ------------------------------------------------------------------------------------------------- checking
     def check(self) -> None:
         """The rules that hold between any two operations."""
         owned = self.sut.owned()
+        self._grow_older(owned)
+        if self.quiet:
+            return
         found = [self.sut.view(live.handle) for live in self.live]
-        for live, view in zip(self.live, found, strict=True):
-            self._check_request(live, view, owned)
         users = {place for view in found for place in view.places()}
         users.update(place for _, lease in self.leases for _, place in lease.state)
         self._all(checks.views(found, owned, self.ghost))
         self._all(checks.partition(owned, self.capabilities.pools, users, cancelled=self._cancelled))
+        for live, view in zip(self.live, found, strict=True):
+            self._check_request(live, view, owned)
         self._check_published(owned)
         for _, lease in self.leases:
             for part, place in lease.state:
@@ -440,6 +466,9 @@ class World:
                 got = self.ghost.read(place, offset)
                 ok = place in owned.held and got == Meaning(part, lease.namespace, lease.tokens)
                 self._expect(ok, "HK-G3", f"leased {place} holds {got}")
+
+    def _grow_older(self, owned: Owned) -> None:
+        """Since when each reclaimable unit is idle."""
         for place in owned.cached - owned.held:
             self._idle_since.setdefault(place, len(self.trace))
         for place in [p for p in self._idle_since if p not in owned.cached or p in owned.held]:
@@ -495,12 +524,13 @@ class World:
         if wrong:
             some = 0 < len(wrong) < len(step.tables)
             rule, message = next(iter(wrong.values()))
-            self._broken("HK-C5" if some and rule == "HK-B2" else rule, message)
+            self._broken("HK-C5" if some and rule == "HK-B2" else live.origin or rule, message)
         if not c.grid_tokens:
             return
         if not hit:
-            zero = step.source is None or all(self.ghost.read(p) is None for _, p in step.source)
-            self._expect(zero, "HK-D3", f"a miss starts from {step.source}")
+            cleared = {op.destination for op in step.before if not isinstance(op, Copy)}
+            zero = cleared.issuperset(place for _, place in step.source or ())
+            self._expect(zero, live.origin or "HK-D3", f"a miss starts from {step.source}")
             return
         self._expect(step.source is not None, "HK-C2", f"hit {hit} without a state")
         pairs = [(self.ghost.read(p), Meaning(part, live.namespace, live.tokens[:hit])) for part, p in step.source or ()]
@@ -508,7 +538,7 @@ class World:
         if bad:
             rule = "HK-C2" if len(bad) == len(pairs) else "HK-C1"
             rule = checks.wrong_hit(*bad[0], rule, weak_hash=c.weak_hash, width=c.block_tokens)
-            self._broken(rule, f"hit {hit}, but a part of its state is {bad[0][0]}")
+            self._broken(live.origin or rule, f"hit {hit}, but a part of its state is {bad[0][0]}")
 
     def _check_published(self, owned: Owned) -> None:
         """B6, C1: everything that can be found holds what its key says."""
@@ -520,13 +550,15 @@ class World:
             ]
             if bad:
                 rule = "HK-C1" if len(bad) < len(cells) and not entry.attention else "HK-B6"
+                c, want = self.capabilities, Meaning(cells[0][0], entry.namespace, entry.tokens)
+                rule = checks.wrong_hit(bad[0][1], want, rule, weak_hash=c.weak_hash, width=c.block_tokens)
                 self._broken(rule, f"published for {entry.tokens} in {entry.namespace}: {bad[0][0]} holds {bad[0][1]}")
             missing = [place for _, place, _ in cells if place not in owned.cached]
             self._expect(not missing, "HK-C1", f"found in the index, but {missing} are not marked so")
 
     def _refused(self, before: Hashable, refused: Refused, *, possible: bool) -> None:
         self.events.append("refused")
-        self._expect(self.sut.fingerprint() == before, "HK-A4", "a refused call left traces")
+        self._expect(self._print() == before, "HK-A4", "a refused call left traces")
         if self.capabilities.promises_room:
             self._expect(not possible, "HK-E2", f"{refused} though enough can be had")
 
@@ -550,6 +582,8 @@ class World:
     def _best(self, live: Live, budget: int | None, owned: Owned) -> tuple[int, bool]:
         """The deepest hit that is cached whole and affordable, and whether admission is possible at all."""
         c = self.capabilities
+        if self.quiet:
+            return 0, False
         possible = self._affordable(live, 0, budget, owned)
         if not c.prefix_cache:
             return 0, possible
@@ -626,25 +660,38 @@ class World:
         self._expect(ok, "HK-A5", f"after a clear {sorted(rest)} are in use and {len(owned.free)} of {len(whole)} free")
 
     def probe(self, operation: Operation) -> None:
-        """G5: a plan that is abandoned at once leaves no trace. What is left over serves for more probes, and `drain`."""
-        before, known = self.sut.fingerprint(), len(self.trace)
-        steps = sum(len(live.steps) for live in self.live)
+        """A plan is made and abandoned. The world may be used afterwards."""
+        before, count = self.sut.fingerprint(), self.flights
         self.do(operation)
-        if sum(len(live.steps) for live in self.live) > steps:
-            index = len(self.live) - 1 if operation[0] == "admit" else operation[1]
+        if self.flights > count:
             self.check()
-            self.do(("abandon", index))
-            if operation[0] == "admit":
-                self.sut.release(self.live.pop().handle)
-            self._expect(self.sut.fingerprint() == before, "HK-G5", f"{operation} abandoned left traces")
+            self.take_back(operation, before)
             self.check()
-        del self.trace[known:]
+
+    def take_back(self, operation: Operation, before: Hashable) -> None:
+        """G5: abandoning the plan that `operation` has just made leaves everything as it was."""
+        self.do(("abandon", len(self.live) - 1 if operation[0] == "admit" else operation[1]))
+        if operation[0] == "admit":
+            self.sut.release(self.live.pop().handle)
+        self._expect(self.sut.fingerprint() == before, "HK-G5", f"{operation} abandoned left traces")
+
+    @property
+    def flights(self) -> int:
+        """Steps in flight."""
+        return sum(len(live.steps) for live in self.live)
+
+    def _print(self) -> Hashable:
+        """The fingerprint, for comparison; nothing while replaying."""
+        if self.known is not None:
+            found, self.known = self.known, None
+            return found
+        return None if self.quiet else self.sut.fingerprint()
 
     def _raises(self, rule: str, what: str, before: Hashable, call: Callable[[], object]) -> None:
         try:
             call()
         except self.capabilities.usage_errors:
-            self._expect(self.sut.fingerprint() == before, rule, f"{what} raised, and left traces")
+            self._expect(self._print() == before, rule, f"{what} raised, and left traces")
         else:
             self._broken(rule, f"{what} was accepted")
 
@@ -657,4 +704,5 @@ class World:
             self._broken(rule, message)
 
     def _broken(self, rule: str, message: str) -> NoReturn:
-        raise ConformanceError(rule, message, self.spec, tuple(self.trace))
+        self.broken = ConformanceError(rule, message, self.spec, tuple(self.trace))
+        raise self.broken

@@ -96,6 +96,60 @@ class KitHash:
         return bytes([digest.digest()[0] % self.buckets]) if self.buckets else digest.digest()
 
 
+# What is explored of each organization: the fewest pages that a request with a hit fits in, and two to four more.
+SHAPES: dict[str, tuple[CacheSpec, ...]] = {
+    "s0": (CacheSpec(organization="s0", pages=(5,)), CacheSpec(organization="s0", pages=(6,), shape=(("grid_tokens", 4),))),
+    "s1": (CacheSpec(organization="s1", pages=(6,)), CacheSpec(organization="s1", pages=(8,))),
+    "s2": (CacheSpec(organization="s2", pages=(5,)), CacheSpec(organization="s2", pages=(6,), shape=(("slots", 4),))),
+    "d0": (CacheSpec(organization="d0", pages=(4, 3)), CacheSpec(organization="d0", pages=(3, 4))),
+    "striped": (
+        CacheSpec(organization="striped", pages=(6,), shape=(("members", 2),)),
+        CacheSpec(organization="striped", pages=(5,)),
+    ),
+    "nested": (
+        CacheSpec(organization="nested", pages=(4,)),
+        CacheSpec(organization="nested", pages=(5,), shape=(("grid_tokens", 4), ("slots", 4))),
+    ),
+}
+OTHER_SHAPES: dict[str, tuple[CacheSpec, ...]] = {
+    "two attention groups, three recurrent": (
+        CacheSpec(organization="s2", pages=(14,), shape=(("groups", (2, 3)),)),
+        CacheSpec(organization="nested", pages=(12,), shape=(("groups", (2, 3)),)),
+    ),
+    "attention only": (
+        CacheSpec(organization="s1", pages=(4,), shape=(("groups", (1, 0)),)),
+        CacheSpec(organization="nested", pages=(3,), shape=(("groups", (2, 0)),)),
+    ),
+    "recurrent only": (
+        CacheSpec(organization="s2", pages=(5,), shape=(("groups", (0, 1)),)),
+        CacheSpec(organization="s0", pages=(4,), shape=(("groups", (0, 1)), ("grid_tokens", 4))),
+    ),
+    "live state of its own dtype": (
+        CacheSpec(organization="s2", pages=(8,), shape=(("live", True),)),
+        CacheSpec(organization="s0", pages=(6,), shape=(("live", True),)),
+    ),
+    "replay window": (
+        CacheSpec(
+            organization="s0",
+            pages=(7,),
+            shape=(("window", True), ("chunk_tokens", 2), ("grid_tokens", 4)),
+            decode="replay",
+        ),
+        CacheSpec(organization="s2", pages=(7,), shape=(("window", True), ("chunk_tokens", 2)), decode="replay"),
+    ),
+    "update decode": (
+        CacheSpec(organization="s2", pages=(6,), decode="update"),
+        CacheSpec(organization="nested", pages=(5,), decode="update"),
+    ),
+    "weak hash": (CacheSpec(organization="s2", pages=(6,), buckets=5), CacheSpec(organization="s0", pages=(5,), buckets=1)),
+    "end and junction": (
+        CacheSpec(organization="s0", pages=(6,), placement="end_junction"),
+        CacheSpec(organization="s2", pages=(6,), placement="end_only", hold_source=False),
+    ),
+}
+specs = tuple(spec for shapes in SHAPES.values() for spec in shapes)  # what `python -m hybridkv.testing` explores
+
+
 def make_cache(spec: CacheSpec) -> CacheAdapter:
     """A fresh adapter; what `explore` and `check_allocator` take."""
     return CacheAdapter(spec)
@@ -299,7 +353,7 @@ class CacheAdapter:
         tokens = tuple(r.tokens.tolist())
         width = self.cache.organization.block_tokens
         for k, key in enumerate(r.chain):
-            self._names[key] = (namespace, tokens[: (k + 1) * width])
+            self._names.setdefault(key, (namespace, tokens[: (k + 1) * width]))
 
     # ------------------------------------------------------------------------------------------- fingerprint
     def _state_key(self, state: object) -> Hashable:
@@ -309,11 +363,10 @@ class CacheAdapter:
         return type(state).__name__, state.stage.value, self._names.get(state.key), units
 
     def _queue_key(self, queue: ReclaimQueue) -> Hashable:
-        """Ids by age. Held ids keep their place for the case that the reference goes unused, and count."""
-        stamps = np.where(queue.stamps <= PARKED, PARKED - queue.stamps, queue.stamps)
-        known = np.flatnonzero(stamps != NO_STAMP)
-        entries = queue.order() == sorted(np.flatnonzero(queue.stamps >= 0).tolist(), key=lambda i: stamps[i])
-        return tuple(known[np.argsort(stamps[known])].tolist()), entries
+        """Ids by age, and whether each has its entry. Held ids keep their place in case the reference goes unused."""
+        stamps = queue.stamps.tolist()
+        ages = sorted((PARKED - s if s <= PARKED else s, i) for i, s in enumerate(stamps) if s != NO_STAMP)
+        return tuple(i for _, i in ages), queue.order() == [i for _, i in ages if stamps[i] >= 0]
 
     def _pool_key(self, pool: PagePool) -> Hashable:
         owners = tuple(map(self._state_key, pool.owners))
@@ -347,7 +400,7 @@ class CacheAdapter:
             (r.blocks, r.published, r.table[:, : r.blocks].tobytes()),
             tuple(map(self._state_key, states)),
             tuple(b.position for b in r.boundaries),
-            tuple(self._undo_key(u, int(rows.head[row])) for u in r.journal),
+            tuple(self._undo_key(u, int(rows.head[row])) for u in r.journal if u.step >= rows.head[row]),
         )
 
     def _undo_key(self, undo: Undo, head: int) -> Hashable:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from hybridkv.alloc.organization import Organization, Placement, Pool, StateKind
@@ -40,6 +41,7 @@ def tiny_geometry(
     )
 
 
+@cache
 def tiny_organization(
     name: str,
     *,
