@@ -38,7 +38,7 @@ def fork(cache: HybridCache, r: Request, request_id: Hashable) -> Forked | Refus
         s.reference([r.source])
     attention, opened, live, window = s.take(wanted)
     child = Request(request_id, r.tokens, rows, r.root, r.salt)
-    cache._remember(child)
+    cache.register(child)
     child.chain, child.status, child.cached = r.chain[:], Status.RUNNING, r.computed
     child.prompt_tokens, child.kept, child.kept_until = r.prompt_tokens, r.kept, r.kept_until
     child.table, child.blocks, child.published = r.table[:, :shared_blocks].copy(), shared_blocks, r.published

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hybridkv.alloc.organization import ALIGNMENT, Organization, Placement, Pool, StateKind, round_up
 from hybridkv.errors import UnsupportedError, UsageError
@@ -38,7 +39,7 @@ def window_bytes(g: ModelGeometry) -> int:
         return 0
     columns = spec.conv_dim
     if spec.kind == "mamba2":  # only the current token's C is needed
-        heads, head_dim, state = spec.state_shape
+        heads, head_dim, _ = spec.state_shape
         columns = heads * head_dim + (spec.conv_dim - heads * head_dim) // 2
     return g.chunk_tokens * (2 * columns + 8 * g.state_rows)
 
@@ -51,10 +52,11 @@ def _block_tokens(page_bytes: int, kv_bytes: int) -> int:
     return tokens
 
 
-def _attention(pool: str, kv_bytes: int, tokens: int, **place: int) -> dict[StateKind, Placement]:
+def _attention(pool: str, kv_bytes: int, tokens: int, slot_bytes: int = 0) -> dict[StateKind, Placement]:
     if not kv_bytes:
         return {}
-    return {StateKind.ATTENTION: Placement(pool=pool, payload_bytes=kv_bytes * tokens, **(place or {"pages": 1}))}
+    place = Placement(pool=pool, payload_bytes=kv_bytes * tokens, pages=int(not slot_bytes), slot_bytes=slot_bytes)
+    return {StateKind.ATTENTION: place}
 
 
 def _extras(g: ModelGeometry, pool: str, page_bytes: int) -> dict[StateKind, Placement]:
@@ -109,17 +111,28 @@ def _page_of_block(g: ModelGeometry) -> tuple[int, int]:
     return (round_up(kv * tokens, ALIGNMENT) if kv else PAGE_BYTES), tokens
 
 
-def _paged(g: ModelGeometry, name: str, place: Callable[[int, int], dict[str, int]]) -> Organization:
+class _Room(NamedTuple):
+    """Whole pages, or one slot."""
+
+    pages: int
+    slot_bytes: int = 0
+
+
+def _paged(g: ModelGeometry, name: str, place: Callable[[int, int], _Room]) -> Organization:
     page, tokens = _page_of_block(g)
     made = _attention("shared", g.kv_bytes_per_token, tokens)
     if g.ssm_bytes:
-        fit = place(page, g.ssm_bytes)
-        if not fit.get("slot_bytes"):
-            fit = {"pages": members(page, g.state_rows, g.state_row_bytes)}
-        made[StateKind.SSM] = Placement(pool="shared", payload_bytes=g.ssm_bytes, **fit)
+        room = place(page, g.ssm_bytes)
+        if not room.slot_bytes:
+            room = _Room(members(page, g.state_rows, g.state_row_bytes))
+        made[StateKind.SSM] = Placement(
+            pool="shared", payload_bytes=g.ssm_bytes, pages=room.pages, slot_bytes=room.slot_bytes
+        )
     if g.conv_bytes:
-        fit = place(page, g.conv_bytes)
-        made[StateKind.CONV] = Placement(pool="shared", payload_bytes=g.conv_bytes, **fit)
+        room = place(page, g.conv_bytes)
+        made[StateKind.CONV] = Placement(
+            pool="shared", payload_bytes=g.conv_bytes, pages=room.pages, slot_bytes=room.slot_bytes
+        )
     made |= _extras(g, "shared", page)
     return Organization(
         name=name,
@@ -131,16 +144,16 @@ def _paged(g: ModelGeometry, name: str, place: Callable[[int, int], dict[str, in
     )
 
 
-def _whole_pages(page_bytes: int, state_bytes: int) -> dict[str, int]:
-    return {"pages": -(-state_bytes // page_bytes)}
+def _whole_pages(page_bytes: int, state_bytes: int) -> _Room:
+    return _Room(-(-state_bytes // page_bytes))
 
 
-def _slot_or_pages(page_bytes: int, state_bytes: int) -> dict[str, int]:
+def _slot_or_pages(page_bytes: int, state_bytes: int) -> _Room:
     """A slot of page / 2^k where at least two fit a page (Falcon-H1: 32 KiB, 16 a slab), else whole pages."""
     slots = 1
     while page_bytes % (slots * 2 * ALIGNMENT) == 0 and page_bytes // (slots * 2) >= state_bytes:
         slots *= 2
-    return {"slot_bytes": page_bytes // slots} if slots > 1 else _whole_pages(page_bytes, state_bytes)
+    return _Room(0, page_bytes // slots) if slots > 1 else _whole_pages(page_bytes, state_bytes)
 
 
 def _s1(g: ModelGeometry) -> Organization:

@@ -111,7 +111,7 @@ class HybridCache:
         )
         self.requests: dict[Hashable, Request] = {}
         self.running = 0
-        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.leases: list[State] = []
         self._by_row: list[Request | None] = []
         self._hash = token_hash or Blake2b()
@@ -142,7 +142,7 @@ class HybridCache:
         except BaseException:
             self.rows.remove(r.row)
             raise
-        self._remember(r)
+        self.register(r)
         return r
 
     def match(self, r: Request) -> Match:
@@ -189,7 +189,7 @@ class HybridCache:
             wanted = self.growth.wanted(r, depth, stop, reserve)
             refused = self.storage.shortage((*wanted, *self.growth.coming(r, depth, stop, reserve)), headroom)
             if refused is None:
-                plan = self.growth.reserve(r, depth, stop, admitted=True, blocks=reserve)
+                plan = self.growth.reserve(r, depth, stop, wanted, admitted=True)
                 self._admitted(r, found, depth)
                 return self._checked(Admitted(depth, plan))
             self._unpin(r)
@@ -464,7 +464,7 @@ class HybridCache:
         wanted = self.growth.wanted(r, start, upto)
         refused = self.storage.shortage(wanted)
         if refused is None:
-            return self.growth.reserve(r, start, upto)
+            return self.growth.reserve(r, start, upto, wanted)
         self.counters["refused"] += 1
         return refused
 
@@ -543,7 +543,8 @@ class HybridCache:
         self.index.remove(state)
         self.counters["reclaimed"] += 1
 
-    def _remember(self, r: Request) -> None:
+    def register(self, r: Request) -> None:
+        """The request is live. For this package's modules."""
         self.requests[r.id] = r
         if len(self._by_row) <= r.row:
             self._by_row.extend([None] * (r.row + 1 - len(self._by_row)))

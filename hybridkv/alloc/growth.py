@@ -58,14 +58,12 @@ class Growth:
         passes = self.recurrent and stop < reserve and r.next_kept(start) < reserve
         return ((self.storage.checkpoint, int(passes and (r.source is None or not self.storage.sole(r.source)))),)
 
-    def reserve(self, r: Request, start: int, stop: int, *, admitted: bool = False, blocks: int = 0) -> Plan:
-        """Take what the step needs, and blocks up to token `blocks`; record how to undo it, put the step in flight, and
-        say what it reads and writes.
+    def reserve(self, r: Request, start: int, stop: int, wanted: Wanted, *, admitted: bool = False) -> Plan:
+        """Take what is `wanted`, record how to undo it, put the step in flight, and say what it reads and writes.
 
         `storage.shortage` has said that it fits.
         """
-        wanted, opened_at = self.wanted(r, start, stop, blocks), r.opened_at
-        before = (r.blocks, r.open, opened_at, tuple(r.boundaries), r.live, r.window)
+        before = (r.blocks, r.open, r.opened_at, tuple(r.boundaries), r.live, r.window)
         self.storage.lost.clear()
         taken = self.storage.take(wanted)
         if count := wanted[0][1]:

@@ -48,7 +48,7 @@ class Pool:
     share: Fraction = Fraction(1)
     rounding: Literal["nearest", "floor"] = "nearest"
 
-    def pages(self, budget_bytes: int) -> int:
+    def pages(self, budget_bytes: int | Fraction) -> int:
         """How many pages a budget of one layer buys. Exact arithmetic (research note 2.8)."""
         quotient = Fraction(budget_bytes) * self.share / self.page_bytes
         return math.floor(quotient + Fraction(1, 2)) if self.rounding == "nearest" else math.floor(quotient)
@@ -71,11 +71,11 @@ class Placement:
 
 
 class Part(NamedTuple):
-    """What one group of one object takes: `count` pages of `pool`, or one slot of `slot_bytes` of it."""
+    """What one group of one object takes: `members` pages of `pool`, or one slot of `slot_bytes` of it."""
 
     kind: StateKind
     pool: str
-    count: int
+    members: int
     slot_bytes: int
 
 
@@ -176,7 +176,7 @@ class Organization:
         ):
             for part in parts:
                 if not part.slot_bytes:
-                    used[part.pool] += part.count * wanted
+                    used[part.pool] += part.members * wanted
                     continue
                 floor = -(-wanted // self.slots_per_page(part))
                 if given is not None and given < floor:

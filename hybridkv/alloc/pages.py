@@ -12,7 +12,6 @@ stores; the owner of a page is whoever must be told before it goes elsewhere (I3
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np

@@ -121,9 +121,8 @@ class RowTable:
         old = len(self.handle)
         for name, column in list(vars(self).items()):
             if isinstance(column, np.ndarray):
-                wider: NDArray[Any] = np.zeros((2 * old, *column.shape[1:]), column.dtype)
-                wider[:old] = column
-                setattr(self, name, wider)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))  # pyright: ignore[reportUnknownArgumentType]
+        self.handle[old:] = NOT_RUNNING
         self._free = list(range(2 * old - 1, old - 1, -1))
 
 

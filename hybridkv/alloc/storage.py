@@ -23,12 +23,12 @@ KINDS = tuple(StateKind)
 
 
 class Line(NamedTuple):
-    """One state kind of a shape: `groups` times `count` units of `store`."""
+    """One state kind of a shape: `groups` times `members` units of `store`."""
 
     kind: StateKind
     store: PagePool | SlotPool
     groups: int
-    count: int
+    members: int
 
 
 Shape = tuple[Line, ...]
@@ -73,8 +73,10 @@ class Storage:
         pages = dict.fromkeys(self.pools, 0)
         slots = [0] * len(self.slot_pools)
         for shape, count in wanted:
+            if not count:
+                continue
             for line in shape:
-                units = line.groups * line.count * count
+                units = line.groups * line.members * count
                 if isinstance(line.store, PagePool):
                     pages[line.store.name] += units
                 else:
@@ -111,16 +113,17 @@ class Storage:
         Whole pages come first, so that slots never use up a page that was counted for them.
         """
         made: list[dict[StateKind, NDArray[np.int32]]] = [{} for _ in wanted]
+        some = [(shape, count, units) for (shape, count), units in zip(wanted, made, strict=True) if count]
         for whole in (True, False):
-            for (shape, count), units in zip(wanted, made, strict=True):
+            for shape, count, units in some:
                 for line in shape:
-                    if isinstance(line.store, PagePool) == whole and count:
+                    if isinstance(line.store, PagePool) == whole:
                         ids = self._take(line, count)
-                        units[line.kind] = ids.reshape(count, line.groups, line.count)
+                        units[line.kind] = ids.reshape(count, line.groups, line.members)
         return made
 
     def _take(self, line: Line, count: int) -> NDArray[np.int32]:
-        need, kind = count * line.groups * line.count, KINDS.index(line.kind)
+        need, kind = count * line.groups * line.members, KINDS.index(line.kind)
         if isinstance(line.store, PagePool):
             while line.store.free < need:
                 self._reclaim_page(line.store)
@@ -217,7 +220,7 @@ class Storage:
             self.by_kind[kind].revive(units.ravel().tolist(), lost.state, lost.stamps[kind], KINDS.index(kind))
 
     def _shape(self, parts: Iterable[Part], groups: int) -> Shape:
-        return tuple(Line(p.kind, self._store(p), groups, p.count) for p in parts)
+        return tuple(Line(p.kind, self._store(p), groups, p.members) for p in parts)
 
     def _store(self, part: Part) -> PagePool | SlotPool:
         found = self.stores.get((part.pool, part.slot_bytes))

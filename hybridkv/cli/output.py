@@ -36,19 +36,24 @@ def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]])
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Progress on stderr while something long runs: call it with (done, total). A bar where rich and a terminal are."""
+    bar = _bar() if sys.stderr.isatty() else None
+    if bar is None:
+        print(f"{label} ...", file=sys.stderr, flush=True)
+        yield lambda done, total: None
+        return
+    with bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar() -> Any:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        Console = None  # noqa: N806  # the class, or none
-    if Console is None or not sys.stderr.isatty():
-        print(f"{label} ...", file=sys.stderr, flush=True)
-        yield lambda done, total: None
-        return
+        return None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def write_json(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

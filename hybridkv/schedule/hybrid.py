@@ -287,7 +287,8 @@ class HybridPlanner:
             handles, start, stop, in_place = (
                 np.concatenate([getattr(p, name) for p in parts]) for name in ("handles", "start", "stop", "in_place")
             )
-            plans, base = {}, 0
+            plans: dict[int, Plan] = {}
+            base = 0
             for p in parts:
                 plans |= {base + i: plan for i, plan in p.plans.items()}
                 base += len(p.handles)

@@ -135,13 +135,13 @@ class Published(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One kind of a composite's storage: `groups` times `count` units of pool `pool`, `slots` to a page."""
+    """One kind of a composite's storage: `groups` times `members` units of pool `pool`, `slots` to a page."""
 
     kind: str
     pool: str
     slots: int
     groups: int
-    count: int
+    members: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

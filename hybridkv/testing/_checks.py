@@ -85,7 +85,7 @@ def fits(
     slots: Counter[tuple[str, int]] = Counter()
     for lines, count in wanted:
         for line in lines:
-            units = line.groups * line.count * count
+            units = line.groups * line.members * count
             if line.slots == 1:
                 pages[line.pool] += units
             else:
@@ -167,7 +167,7 @@ class Contents:
             Meaning(Part(line.kind, g, m), namespace, tokens[:depth])
             for line in c.checkpoint
             for g in range(line.groups)
-            for m in range(line.count)
+            for m in range(line.members)
         ]
         found = [self._places.get(meaning) for meaning in wanted]
         return None if None in found else [p for p in found if p is not None]

@@ -446,5 +446,5 @@ def _lines(shape: Shape) -> tuple[Line, ...]:
             if isinstance(line.store, SlotPool)
             else (line.store.name, 1)
         )
-        made.append(Line(line.kind.value, pool, width, line.groups, line.count))
+        made.append(Line(line.kind.value, pool, width, line.groups, line.members))
     return tuple(made)
