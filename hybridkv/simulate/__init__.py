@@ -1,0 +1,1 @@
+"""Discrete-event simulation of workloads through the allocator and the planners, with a clock from a latency model."""
