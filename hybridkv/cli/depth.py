@@ -192,7 +192,7 @@ def _print_table(rows: Sequence[DepthRow], title: str) -> None:
         for line in (heads, *lines):
             print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
         return
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for head in heads:
         table.add_column(head, justify="left" if head == "mode" else "right", no_wrap=True)
     for line in lines:
@@ -204,5 +204,5 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.0f}" if value >= 1000 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
+        return f"{value:.0f}" if value >= 1000 else f"{value:.3f}" if value < 10 else f"{value:.1f}"
     return str(value)

@@ -26,7 +26,9 @@ def draw_case(rng: random.Random) -> Case:
     width = rng.randint(1, 8)
     max_loops = rng.randint(1, 5)
     resident = rng.random() < 0.25
-    requests = [_draw_request(rng, index, max_loops, resident) for index in range(rng.randint(1, 9))]
+    pressed = not resident and rng.random() < 0.6
+    count = rng.randint(1, 16 if pressed else 9)
+    requests = [_draw_request(rng, index, max_loops, resident, pressed) for index in range(count)]
     case = {
         "mode": rng.choice(("cb", "norefill", "refill", "refill")),
         "W": width,
@@ -37,7 +39,7 @@ def draw_case(rng: random.Random) -> Case:
         "rmax": max_loops,
         "resident": resident,
         "planes": rng.choice(("mixed", "mixed", "aged", "fifo")),
-        "kv": None if resident or rng.random() < 0.4 else _draw_pool(rng, requests),
+        "kv": _draw_pool(rng, requests) if pressed else None,
         "requests": requests,
     }
     if rng.random() < 0.4:
@@ -45,11 +47,13 @@ def draw_case(rng: random.Random) -> Case:
     return case
 
 
-def _draw_request(rng: random.Random, index: int, max_loops: int, resident: bool) -> dict[str, Any]:
-    tokens = rng.randint(1 if resident else 0, 5)
+def _draw_request(
+    rng: random.Random, index: int, max_loops: int, resident: bool, pressed: bool
+) -> dict[str, Any]:
+    tokens = rng.randint(1 if resident else 0, 10 if pressed else 5)
     return {
         "id": f"r{index}",
-        "prompt": rng.randint(1, 12),
+        "prompt": rng.choice((1, 2, rng.randint(1, 12), rng.randint(8, 24))),
         "depths": [rng.randint(1, max_loops) for _ in range(tokens)],
         "arrive": rng.choice((0, 0, rng.randint(0, 40))),
     }
@@ -59,11 +63,11 @@ def _draw_pool(rng: random.Random, requests: list[dict[str, Any]]) -> dict[str, 
     block_tokens = rng.choice((1, 2, 4, 16))
     needs = [-(-(r["prompt"] + len(r["depths"]) + 1) // block_tokens) for r in requests]
     return {
-        "blocks": max(needs) + rng.randint(0, max(1, sum(needs) - max(needs))),
+        "blocks": max(needs) + rng.choice((0, 1, rng.randint(0, max(1, sum(needs) // 3)))),
         "block_tokens": block_tokens,
         "preemption": rng.choice(("offload", "recompute")),
         "allow_semantic_change": True,
-        "admission": rng.choice(("demand", "demand", "reserve")),
+        "admission": rng.choice(("demand", "demand", "demand", "reserve")),
     }
 
 

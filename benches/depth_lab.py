@@ -1,0 +1,90 @@
+"""Simulations that the shape checks share: each runs once, however many checks look at it."""
+
+from dataclasses import replace
+from functools import cached_property
+
+from hybridkv.schedule.depth import DepthConfig
+from hybridkv.schedule.latency import LATENCIES
+from hybridkv.simulate.depth import DepthRun, bound_of, simulate
+from hybridkv.simulate.depth_workload import WORKLOADS, Arrivals, Depths, default_depths, draw_workload
+
+SEED = 0
+
+
+class Bench:
+    """One model on one workload at one width; runs and bounds on demand."""
+
+    def __init__(
+        self, model: str, workload: str, width: int | None = None, depths: Depths | None = None
+    ) -> None:
+        self.model = model
+        self.latency = LATENCIES[model]
+        self.width = width or WORKLOADS[workload].width
+        self._workload = WORKLOADS[workload]
+        self._depths = depths or default_depths(self.latency.max_loops)
+        self._runs: dict[tuple, DepthRun] = {}
+
+    @cached_property
+    def arrivals(self) -> Arrivals:
+        # a steady window needs more than three widths of requests; narrow batches need fewer for the same precision
+        default = self.width == self._workload.width
+        requests = self._workload.requests if default else max(300, 4 * self.width)
+        return draw_workload(self._workload, self._depths, SEED, requests=requests)
+
+    def run(self, mode: str, k: int = 1, slots: int | None = None) -> DepthRun:
+        key = mode, k if mode == "refill" else 1, slots
+        if key not in self._runs:
+            config = DepthConfig(
+                mode=mode,
+                width=self.width,
+                max_loops=self.latency.max_loops,
+                min_coda=max(1, k),
+                open_slots=slots,
+            )
+            self._runs[key] = simulate(self.arrivals, config, self.latency)
+        return self._runs[key]
+
+    def speedup(self, mode: str, k: int = 1) -> float:
+        return self.run(mode, k).throughput / self.run("cb").throughput
+
+    @property
+    def alpha(self) -> float:
+        return self.run("cb").prefill_share
+
+    @property
+    def bound(self) -> float:
+        return bound_of(self.model, self.arrivals, self.run("cb"))
+
+    def share(self, mode: str, k: int = 1) -> float:
+        return self.speedup(mode, k) / self.bound
+
+
+class Lab:
+    """Every bench that was asked for."""
+
+    def __init__(self) -> None:
+        self._benches: dict[tuple, Bench] = {}
+
+    def bench(
+        self, model: str, workload: str = "sharegpt", width: int | None = None, depths: Depths | None = None
+    ) -> Bench:
+        width = width or WORKLOADS[workload].width
+        key = model, workload, width, depths
+        if key not in self._benches:
+            self._benches[key] = Bench(*key)
+        return self._benches[key]
+
+
+def knee(arrivals: Arrivals, latency, config: DepthConfig, low: float, high: float) -> float:
+    """Largest rate at which normalized latency stays within three times that of an idle engine, to 2 %."""
+    limit = 3 * simulate(arrivals.poisson(low / 20, SEED), config, latency).normalized_latency
+    while high / low > 1.02:
+        middle = (low * high) ** 0.5
+        seen = simulate(arrivals.poisson(middle, SEED), config, latency).normalized_latency
+        low, high = (middle, high) if seen <= limit else (low, middle)
+    return low
+
+
+def bare(latency, **parts):
+    """A latency model with some costs replaced."""
+    return replace(latency, **parts)

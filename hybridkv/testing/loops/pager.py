@@ -1,0 +1,134 @@
+"""A pager for the KV of looped models that knows what was written, and poisons what was freed. Plain torch, CPU.
+
+Owns blocks, tables, planes and depths. Does not know who is scheduled when.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridkv.errors import CorruptionError
+from hybridkv.schedule.depth import Layout
+
+
+class Shape(NamedTuple):
+    """Layers before, in and after the shared core, and how often the core runs at most."""
+
+    prelude: int
+    core: int
+    coda: int
+    max_loops: int
+
+    def slots(self, layout: Layout) -> int:
+        """KV rows of one token: prelude layers, the core plane by plane, coda layers (D42)."""
+        return self.prelude + layout.planes(self.max_loops) * self.core + self.coda
+
+
+OURO = Shape(0, 4, 0, 4)
+HUGINN = Shape(2, 4, 2, 6)
+
+
+class LoopedPager:
+    """Paged KV of a looped model: one block table a request, every layer and plane of a token in one block.
+
+    Freed blocks are poisoned with NaN. Reading what was never written raises, and never reads fewer tokens.
+    With layout `last_exited` a token that left early is read at its last plane: by copies made when it leaves, or
+    (`copies=False`) through a depth kept for each token.
+    """
+
+    def __init__(
+        self, shape: Shape, layout: Layout, blocks: int, block_tokens: int, width: int, *, copies: bool = True
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.copies = copies
+        self.block_tokens = block_tokens
+        self.kv = torch.full((blocks, shape.slots(layout), block_tokens, 2, width), torch.nan)
+        self.written = torch.zeros(self.kv.shape[:3], dtype=torch.bool)
+        self.depth = torch.zeros((blocks, block_tokens), dtype=torch.long)
+        self.free = list(range(blocks))
+        self.tables: dict[str, list[int]] = {}
+        self.copied = 0
+        """Planes that were copied, times layers."""
+
+    def reserve(self, request: str, tokens: int) -> None:
+        """Hold blocks for `tokens` tokens."""
+        table = self.tables.setdefault(request, [])
+        while len(table) * self.block_tokens < tokens:
+            if not self.free:
+                raise CorruptionError("I5", f"request {request!r} was scheduled without a free block")
+            table.append(self.free.pop())
+
+    def release(self, request: str) -> None:
+        """Give the blocks of a request back, poisoned."""
+        for block in self.tables.pop(request):
+            self.kv[block] = torch.nan
+            self.written[block] = False
+            self.depth[block] = 0
+            self.free.append(block)
+
+    def offload(self, request: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy a request's blocks out and give them back."""
+        blocks = self.tables[request]
+        saved = self.kv[blocks].clone(), self.written[blocks].clone(), self.depth[blocks].clone()
+        self.release(request)
+        return saved
+
+    def restore(self, request: str, saved: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Bring an offloaded request back, into whatever blocks are free."""
+        self.reserve(request, len(saved[0]) * self.block_tokens)
+        blocks = self.tables[request]
+        self.kv[blocks], self.written[blocks], self.depth[blocks] = saved
+
+    def slot(self, layer: int, loop: int) -> int:
+        """KV row of a layer: counted through prelude, core and coda; `loop` is 0 outside the core."""
+        shape = self.shape
+        if loop:
+            return layer + self.layout.plane_of(loop) * shape.core
+        planes = self.layout.planes(shape.max_loops)
+        return layer if layer < shape.prelude else layer + (planes - 1) * shape.core
+
+    def write(self, request: str, position: int, slot: int, key: Tensor, value: Tensor) -> None:
+        """Store the KV of one layer and plane of a token."""
+        block, offset = self._at(request, position)
+        self.kv[block, slot, offset, 0], self.kv[block, slot, offset, 1] = key, value
+        self.written[block, slot, offset] = True
+
+    def leave(self, request: str, position: int, depth: int) -> None:
+        """A token has left the core after loop `depth`: copy its last plane into the deeper ones, or note the depth."""
+        block, offset = self._at(request, position)
+        self.depth[block, offset] = depth
+        if not self.copies:
+            return
+        first, core = self.shape.prelude, self.shape.core
+        source = slice(first + (depth - 1) * core, first + depth * core)
+        for plane in self.layout.fill_targets(depth, self.shape.max_loops):
+            target = slice(first + plane * core, first + (plane + 1) * core)
+            self.kv[block, target, offset] = self.kv[block, source, offset]
+            self.written[block, target, offset] = self.written[block, source, offset]
+            self.copied += core
+
+    def read(self, request: str, tokens: int, layer: int, loop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `tokens` tokens, as loop `loop` of a layer sees them. A hole raises."""
+        positions = torch.arange(tokens)
+        blocks = torch.tensor(self.tables[request])[positions // self.block_tokens]
+        offsets = positions % self.block_tokens
+        slots = torch.full_like(positions, self.slot(layer, loop))
+        if loop and self.layout is Layout.LAST_EXITED and not self.copies:
+            left = self.depth[blocks, offsets]
+            early = (left > 0) & (left < loop)
+            slots = torch.where(early, layer + (left - 1) * self.shape.core, slots)
+        held = self.written[blocks, slots, offsets]
+        if not bool(held.all()):
+            hole = int((~held).nonzero()[0])
+            raise CorruptionError(
+                "I7", f"layer {layer} at loop {loop} of {request!r} reads position {hole}, never written"
+            )
+        found = self.kv[blocks, slots, offsets]
+        return found[:, 0], found[:, 1]
+
+    def _at(self, request: str, position: int) -> tuple[int, int]:
+        return self.tables[request][position // self.block_tokens], position % self.block_tokens
