@@ -29,7 +29,9 @@ class Reference:
         self.reserve = bool(pool) and pool.get("admission") == "reserve"
         self.N = pool["blocks"] if pool else 0
         self.free = self.N
-        self.waiting, self.residents, self.pre, self.stalled, self.ready, self.core, self.coda = ([] for _ in range(7))
+        self.waiting, self.residents, self.pre, self.stalled, self.ready, self.core, self.coda = (
+            [] for _ in range(7)
+        )
         self.drain, self.launches, self.prefill_run, self.retiring, self.trace = False, 0, 0, [], []
         requests = [Request(item) for item in case["requests"]]
         if case["resident"]:
