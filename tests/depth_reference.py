@@ -122,9 +122,9 @@ class Reference:
     # prefill
 
     def allowed(self):  # D19, D36
-        if self.run_limit is not None and self.prefill_run >= self.run_limit:
-            if self.core if self.mode == "refill" else self.ready:
-                return False
+        others = self.core if self.mode == "refill" else self.ready
+        if self.run_limit is not None and self.prefill_run >= self.run_limit and others:
+            return False
         decoding = [r for r in self.residents if r.filled == r.prompt]
         if self.pool and not self.reserve and decoding and not self.free > self.rho * self.N:
             return False

@@ -5,6 +5,8 @@ Rows are computed one by one, so a token's bits depend on nothing but the tokens
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -103,9 +105,14 @@ def _rms(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean() + 1e-6)
 
 
+@cache
+def _angles(half: int, position: int) -> tuple[Tensor, Tensor]:
+    angle = position / 100 ** (torch.arange(half) / half)
+    return angle.cos(), angle.sin()
+
+
 def _turn(x: Tensor, position: int) -> Tensor:
     """Rotary position: pairs of channels turn by an angle that falls along the row."""
-    half = len(x) // 2
-    angle = position / 100 ** (torch.arange(half) / half)
-    a, b = x[:half], x[half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+    a, b = x.chunk(2)
+    cos, sin = _angles(len(a), position)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin])

@@ -113,21 +113,20 @@ class LoopedPager:
 
     def read(self, request: str, tokens: int, layer: int, loop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `tokens` tokens, as loop `loop` of a layer sees them. A hole raises."""
-        positions = torch.arange(tokens)
-        blocks = torch.tensor(self.tables[request])[positions // self.block_tokens]
-        offsets = positions % self.block_tokens
-        slots = torch.full_like(positions, self.slot(layer, loop))
+        table, slot = self.tables[request], self.slot(layer, loop)
+        held = self.written[table, slot].flatten()[:tokens]
+        found = self.kv[table, slot].flatten(0, 1)[:tokens]
         if loop and self.layout is Layout.LAST_EXITED and not self.copies:
-            left = self.depth[blocks, offsets]
-            early = (left > 0) & (left < loop)
-            slots = torch.where(early, layer + (left - 1) * self.shape.core, slots)
-        held = self.written[blocks, slots, offsets]
+            left = self.depth[table].flatten()[:tokens]
+            for depth in left[(left > 0) & (left < loop)].unique().tolist():
+                early, deepest = left == depth, layer + (depth - 1) * self.shape.core
+                held[early] = self.written[table, deepest].flatten()[:tokens][early]
+                found[early] = self.kv[table, deepest].flatten(0, 1)[:tokens][early]
         if not bool(held.all()):
             hole = int((~held).nonzero()[0])
             raise CorruptionError(
                 "I7", f"layer {layer} at loop {loop} of {request!r} reads position {hole}, never written"
             )
-        found = self.kv[blocks, slots, offsets]
         return found[:, 0], found[:, 1]
 
     def _at(self, request: str, position: int) -> tuple[int, int]:
