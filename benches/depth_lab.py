@@ -21,7 +21,7 @@ class Bench:
         self.latency = LATENCIES[model]
         self.width = width or WORKLOADS[workload].width
         self._workload = WORKLOADS[workload]
-        self._depths = depths or default_depths(self.latency.max_loops)
+        self.depths = depths or default_depths(self.latency.max_loops)
         self._runs: dict[tuple, DepthRun] = {}
 
     @cached_property
@@ -29,7 +29,7 @@ class Bench:
         # a steady window needs more than three widths of requests; narrow batches need fewer for the same precision
         default = self.width == self._workload.width
         requests = self._workload.requests if default else max(300, 4 * self.width)
-        return draw_workload(self._workload, self._depths, SEED, requests=requests)
+        return draw_workload(self._workload, self.depths, SEED, requests=requests)
 
     def run(self, mode: str, k: int = 1, slots: int | None = None) -> DepthRun:
         key = mode, k if mode == "refill" else 1, slots
@@ -75,9 +75,11 @@ class Lab:
         return self._benches[key]
 
 
-def knee(arrivals: Arrivals, latency, config: DepthConfig, low: float, high: float) -> float:
+def knee(arrivals: Arrivals, latency, config: DepthConfig) -> float:
     """Largest rate at which normalized latency stays within three times that of an idle engine, to 2 %."""
-    limit = 3 * simulate(arrivals.poisson(low / 20, SEED), config, latency).normalized_latency
+    capacity = len(arrivals.requests) / simulate(arrivals, config, latency).span_s
+    limit = 3 * simulate(arrivals.poisson(capacity / 50, SEED), config, latency).normalized_latency
+    low, high = capacity / 2, capacity * 2
     while high / low > 1.02:
         middle = (low * high) ** 0.5
         seen = simulate(arrivals.poisson(middle, SEED), config, latency).normalized_latency
