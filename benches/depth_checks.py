@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benches.depth_lab import Lab, bare, knee
+from benches.depth_lab import Lab, bare, idle_latency, knee
 from hybridkv.schedule.bounds import COSTS, flop_bound, prefill_corrected
 from hybridkv.schedule.depth import DepthConfig, DepthRequest, Layout, Stage, play_case
 from hybridkv.schedule.exits import effective_depth
 from hybridkv.schedule.latency import LATENCIES, PrefillCost, StepCost, fit_step
 from hybridkv.simulate.depth import simulate
 from hybridkv.simulate.depth_workload import (
+    HUGINN_DEPTHS,
     OURO_DEPTHS,
     WORKLOADS,
     Arrivals,
@@ -394,28 +395,25 @@ def _(_lab):
     29,
     "online knees: refill > no-refill > CB for Ouro; refill about no-refill > CB for Huginn; equal at full depth",
 )
-def _(lab):
-    for name, model, k, low, high, band in (
-        ("Ouro", OURO, 1, 10, 160, (1.05, INF)),
-        ("Huginn", HUGINN, 16, 4, 64, (0.93, 1.07)),
+def _(_lab):
+    ouro, huginn, full = OURO_DEPTHS, HUGINN_DEPTHS, DepthMix(4, (1.0,))
+    for name, model, k, depths, refill, norefill in (
+        ("Ouro", OURO, 1, ouro, (1, INF), (1, INF)),
+        ("Huginn", HUGINN, 16, huginn, (0.95, 1.05), (1, INF)),
+        ("Ouro at full depth", OURO, 1, full, (0.95, 1.05), (0.95, 1.05)),
     ):
-        latency, loops = LATENCIES[model], LATENCIES[model].max_loops
-        arrivals = draw_workload(WORKLOADS["alpaca"], lab.bench(model, "alpaca")._depths, 0, requests=1200)
-        cb, norefill, refill = (
-            knee(arrivals, latency, DepthConfig(mode=mode, width=64, max_loops=loops, min_coda=k), low, high)
+        latency = LATENCIES[model]
+        arrivals = draw_workload(WORKLOADS["alpaca"], depths, 0, requests=800)
+        configs = [
+            DepthConfig(mode=mode, width=64, max_loops=latency.max_loops, min_coda=k)
             for mode in ("cb", "norefill", "refill")
-        )
-        yield Seen(f"{name}: refill / no-refill", refill / norefill, *band)
-        yield Seen(f"{name}: no-refill / CB", norefill / cb, 1.05, INF)
-    full = draw_workload(WORKLOADS["alpaca"], DepthMix(4, (1.0,)), 0, requests=1200).poisson(20, 0)
-    slow = {
-        mode: simulate(
-            full, DepthConfig(mode=mode, width=64, max_loops=4), LATENCIES[OURO]
-        ).normalized_latency
-        for mode in ("cb", "norefill", "refill")
-    }
-    yield Seen("full depth: refill / CB latency", slow["refill"] / slow["cb"], 0.95, 1.05)
-    yield Seen("full depth: no-refill / CB latency", slow["norefill"] / slow["cb"], 0.95, 1.05)
+        ]
+        limit = 3 * idle_latency(
+            arrivals, latency, configs[0]
+        )  # one limit for all: curves are read at equal latency
+        knees = [knee(arrivals, latency, config, limit) for config in configs]
+        yield Seen(f"{name}: refill / no-refill", knees[2] / knees[1], *refill)
+        yield Seen(f"{name}: no-refill / CB", knees[1] / knees[0], *norefill)
 
 
 @check(

@@ -75,16 +75,20 @@ class Lab:
         return self._benches[key]
 
 
-def knee(arrivals: Arrivals, latency, config: DepthConfig) -> float:
-    """Largest rate at which normalized latency stays within three times that of an idle engine, to 2 %."""
+def knee(arrivals: Arrivals, latency, config: DepthConfig, limit_s: float) -> float:
+    """Largest rate at which normalized latency stays within a limit, to 2 %."""
     capacity = len(arrivals.requests) / simulate(arrivals, config, latency).span_s
-    limit = 3 * simulate(arrivals.poisson(capacity / 50, SEED), config, latency).normalized_latency
     low, high = capacity / 2, capacity * 2
     while high / low > 1.02:
         middle = (low * high) ** 0.5
         seen = simulate(arrivals.poisson(middle, SEED), config, latency).normalized_latency
-        low, high = (middle, high) if seen <= limit else (low, middle)
+        low, high = (middle, high) if seen <= limit_s else (low, middle)
     return low
+
+
+def idle_latency(arrivals: Arrivals, latency, config: DepthConfig) -> float:
+    """Seconds per output token of an engine that hardly anybody asks."""
+    return simulate(arrivals.poisson(0.5, SEED), config, latency).normalized_latency
 
 
 def bare(latency, **parts):
