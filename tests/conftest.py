@@ -26,5 +26,7 @@ def traces() -> Path:
     """The folder of public request traces. They are not part of the repository: see docs/traces.md."""
     where = Path(os.environ.get("HYBRIDKV_TRACES", HERE.parent.parent / "shared" / "data"))
     if not where.is_dir():
-        pytest.skip(f"no traces: set HYBRIDKV_TRACES to the folder that docs/traces.md describes, got {where}")
+        pytest.skip(
+            f"no traces: set HYBRIDKV_TRACES to the folder that docs/traces.md describes, got {where}"
+        )
     return where
