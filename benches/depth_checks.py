@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from benches.depth_lab import Lab, bare, idle_latency, knee
+from hybridkv.geometry import LoopLayout, LoopSpec
 from hybridkv.schedule.bounds import COSTS, flop_bound, prefill_corrected
-from hybridkv.schedule.depth import DepthConfig, DepthRequest, Layout, Stage, play_case
+from hybridkv.schedule.depth import DepthConfig, DepthRequest, Stage, play_case
 from hybridkv.schedule.exits import effective_depth
 from hybridkv.schedule.latency import LATENCIES, PrefillCost, StepCost, fit_step
 from hybridkv.simulate.depth import simulate
@@ -424,8 +425,14 @@ def _(_lab):
 def _(_lab):
     for name, model, expected in (("Ouro", OURO, 4.0), ("Huginn", HUGINN, 8.5)):
         costs = COSTS[model]
-        layers = [
-            costs.prelude + layout.planes(costs.max_loops) * costs.core + costs.coda
-            for layout in (Layout.DEPTH_INDEXED, Layout.SINGLE)
-        ]
-        yield Seen(name, layers[0] / layers[1], expected - 0.05, expected + 0.05)
+        shape = {
+            "prelude": costs.prelude,
+            "core": costs.core,
+            "coda": costs.coda,
+            "max_loops": costs.max_loops,
+        }
+        indexed, single = (
+            LoopSpec(**shape, layout=layout).attention_layers
+            for layout in (LoopLayout.DEPTH_INDEXED, LoopLayout.SINGLE)
+        )
+        yield Seen(name, indexed / single, expected - 0.05, expected + 0.05)

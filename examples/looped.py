@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybridkv.schedule.depth import DepthConfig, DepthPlanner, DepthRequest, KVPool, Layout
+from hybridkv.geometry import LoopLayout
+from hybridkv.schedule.depth import DepthConfig, DepthPlanner, DepthRequest, KVPool
 from hybridkv.schedule.exits import ExitRouter, Hazard
 from hybridkv.testing.loops import LoopedEngine, LoopedPager, LoopedToy, huginn_toy, ouro_toy
 
@@ -50,7 +51,7 @@ def serve(
     *,
     mode: str = "refill",
     k: int = 1,
-    layout: Layout = Layout.LAST_EXITED,
+    layout: LoopLayout = LoopLayout.LAST_EXITED,
     copies: bool = True,
     pool: KVPool | None = None,
     router: ExitRouter | None = None,
@@ -73,7 +74,9 @@ def serve(
         lookahead=router is not None,
     )
     planner = DepthPlanner(config, count)
-    pager = LoopedPager(model.shape, layout, pool.blocks if pool else 64, BLOCK, model.width, copies=copies)
+    pager = LoopedPager(
+        model.laid_out(layout), pool.blocks if pool else 64, BLOCK, model.width, copies=copies
+    )
     for name, prompt in prompts.items():
         recorded = None if depths is None else depths[name]
         planner.submit(DepthRequest(id=name, prompt=len(prompt), decode_tokens=TOKENS, depths=recorded))

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import UsageError
+from hybridkv.geometry import LoopLayout, LoopSpec
 from hybridkv.schedule.bounds import COSTS, flop_bound, prefill_corrected
 from hybridkv.schedule.buckets import bucket_of, bucket_sizes
-from hybridkv.schedule.depth import Layout, run_case
+from hybridkv.schedule.depth import run_case
 from hybridkv.schedule.exits import (
     ExitRouter,
     Hazard,
@@ -18,6 +19,7 @@ from hybridkv.schedule.exits import (
     Recorded,
     Threshold,
     effective_depth,
+    fill_targets,
     first_signal,
 )
 from hybridkv.schedule.latency import LATENCIES, StepCost, fit_step, solve_step
@@ -190,9 +192,14 @@ def test_a_router_gives_effective_depths(lookahead, readings, q):
 @pytest.mark.parametrize("row", ONE_LINE["fill_last_exited"], ids=str)
 def test_last_exited_fill(row):
     depth = row["exit_depth"]
-    assert Layout.LAST_EXITED.plane_of(depth) == row["source_plane"]
-    assert list(Layout.LAST_EXITED.fill_targets(depth, row["rmax"])) == row["target_planes"]
-    assert not any(layout.fill_targets(depth, 4) for layout in Layout if layout is not Layout.LAST_EXITED)
+    cores = {
+        layout: LoopSpec(prelude=0, core=1, coda=0, max_loops=row["rmax"], layout=layout)
+        for layout in LoopLayout
+    }
+    last = cores.pop(LoopLayout.LAST_EXITED)
+    assert last.plane_of(depth) == row["source_plane"]
+    assert list(fill_targets(last, depth)) == row["target_planes"]
+    assert not any(fill_targets(core, depth) for core in cores.values())
 
 
 def test_reserve_admission():

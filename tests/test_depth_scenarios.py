@@ -5,18 +5,19 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from hybridkv.errors import CorruptionError, UnsupportedError, UsageError  # noqa: E402  (after the skip)
+from hybridkv.geometry import LoopLayout, LoopSpec  # noqa: E402
 from hybridkv.schedule.depth import (  # noqa: E402
     DepthConfig,
     DepthPlanner,
     DepthRequest,
     KVPool,
-    Layout,
     Row,
     Stage,
     StageBatch,
@@ -34,7 +35,7 @@ GOLDEN = load_golden("depth_batching")
 def toy_run(model, prompts, depths, *, layout, copies=True, blocks=32, **config):
     """Engine and pager after a run whose requests are kept, so that their KV can be looked at."""
     kept = type("Kept", (LoopedPager,), {"release": lambda _self, _request: None})
-    pager = kept(model.shape, layout, blocks, 2, model.width, copies=copies)
+    pager = kept(model.laid_out(layout), blocks, 2, model.width, copies=copies)
     settings = {"mode": "refill", "width": 4, "max_loops": model.shape.max_loops, "min_signal": 2} | config
     planner = DepthPlanner(DepthConfig(layout=layout, **settings))
     for name, prompt in prompts.items():
@@ -71,9 +72,9 @@ def batch_of(loop, *rows):
 def test_1_a_generic_cache_lacks_loop_planes():
     """sglang PR #32894: decoded KV equals that of a prefill over the same tokens, plane by plane."""
     model = ouro_toy()
-    engine, decoded = toy_run(model, {"r": [5, 6]}, {"r": [4, 4, 4]}, layout=Layout.DEPTH_INDEXED)
+    engine, decoded = toy_run(model, {"r": [5, 6]}, {"r": [4, 4, 4]}, layout=LoopLayout.DEPTH_INDEXED)
     whole = engine.tokens["r"][:-1]
-    _, filled = toy_run(model, {"r": whole}, {"r": []}, layout=Layout.DEPTH_INDEXED)
+    _, filled = toy_run(model, {"r": whole}, {"r": []}, layout=LoopLayout.DEPTH_INDEXED)
     assert decoded.kv.shape[1] == OURO.max_loops * OURO.core
     for loop in range(1, 5):
         for layer in range(OURO.core):
@@ -84,8 +85,8 @@ def test_1_a_generic_cache_lacks_loop_planes():
 
 def test_2_later_loops_overwrite_earlier_ones():
     """ollama #14252, hivemind #647."""
-    for layout, expected in ((Layout.DEPTH_INDEXED, 1.0), (Layout.SINGLE, 4.0)):
-        pager = LoopedPager(OURO, layout, 1, 2, 4)
+    for layout, expected in ((LoopLayout.DEPTH_INDEXED, 1.0), (LoopLayout.SINGLE, 4.0)):
+        pager = LoopedPager(replace(OURO, layout=layout), 1, 2, 4)
         pager.reserve("r", 1)
         for loop in range(1, 5):
             pager.write("r", 0, pager.slot(0, loop), torch.full((4,), float(loop)), torch.zeros(4))
@@ -121,8 +122,8 @@ def test_5_an_exit_criterion_averaged_over_the_batch():
 def test_6_deeper_kv_of_batch_mates():
     """seal-rg docstring: A leaves at 2 beside B at 5, and nothing of B's depth is written for A."""
     prompts, depths = {"A": [1], "B": [2]}, {"A": [2], "B": [5]}
-    _, indexed = toy_run(huginn_toy(), prompts, depths, layout=Layout.DEPTH_INDEXED)
-    _, filled = toy_run(huginn_toy(), prompts, depths, layout=Layout.LAST_EXITED)
+    _, indexed = toy_run(huginn_toy(), prompts, depths, layout=LoopLayout.DEPTH_INDEXED)
+    _, filled = toy_run(huginn_toy(), prompts, depths, layout=LoopLayout.LAST_EXITED)
     for layer in range(HUGINN.prelude, HUGINN.prelude + HUGINN.core):
         for loop in (3, 4, 5, 6):
             with pytest.raises(CorruptionError, match="reads position 1, never written"):
@@ -132,7 +133,7 @@ def test_6_deeper_kv_of_batch_mates():
 
 def test_7_missing_positions_are_never_dropped():
     """seal-rg cache, strategy "full"."""
-    pager = LoopedPager(OURO, Layout.DEPTH_INDEXED, 2, 2, 4)
+    pager = LoopedPager(replace(OURO, layout=LoopLayout.DEPTH_INDEXED), 2, 2, 4)
     pager.reserve("r", 3)
     for position in (0, 2):
         pager.write("r", position, pager.slot(1, 3), torch.ones(4), torch.ones(4))
@@ -154,7 +155,7 @@ def test_9_skipped_layers_are_not_zero_filled():
     """TIDE: every deeper plane holds the exit plane, bit for bit."""
     model = huginn_toy()
     for depth in range(1, 7):
-        _, pager = toy_run(model, {"A": [1, 2]}, {"A": [depth]}, layout=Layout.LAST_EXITED)
+        _, pager = toy_run(model, {"A": [1, 2]}, {"A": [depth]}, layout=LoopLayout.LAST_EXITED)
         for layer in range(HUGINN.prelude, HUGINN.prelude + HUGINN.core):
             exit_plane = pager.read("A", 3, layer, depth)[0][2]
             assert bool(exit_plane.any())
@@ -172,7 +173,7 @@ def test_10_exits_are_executed_not_just_reported():
         return run_loop(hidden, request, position, loop, pager)
 
     model.loop = counted
-    toy_run(model, {"A": [1, 2], "B": [3]}, {"A": [2, 4], "B": [3, 2]}, layout=Layout.SINGLE)
+    toy_run(model, {"A": [1, 2], "B": [3]}, {"A": [2, 4], "B": [3, 2]}, layout=LoopLayout.SINGLE)
     assert ran == {("A", 0): 4, ("A", 1): 4, ("A", 2): 2, ("A", 3): 4, ("B", 0): 4, ("B", 1): 3, ("B", 2): 2}
 
 
@@ -198,7 +199,7 @@ def test_12_chunk_borders_under_shared_kv():
     model, prompt = ouro_toy(), [3, 1, 4, 1, 5, 9]
 
     def last_state(chunk, depth_major):
-        pager = LoopedPager(OURO, Layout.SINGLE, 8, 2, model.width)
+        pager = LoopedPager(replace(OURO, layout=LoopLayout.SINGLE), 8, 2, model.width)
         pager.reserve("r", len(prompt))
         hidden = {}
         for start in range(0, len(prompt), chunk):
@@ -229,7 +230,7 @@ def test_13_recompute_after_early_exits():
     with pytest.raises(
         UsageError, match="preemption must be none or offload with layout last_exited, got recompute"
     ):
-        planner_of(pool=KVPool(**pool), layout=Layout.LAST_EXITED)
+        planner_of(pool=KVPool(**pool), layout=LoopLayout.LAST_EXITED)
     case = {**CASES["G9-refill-offload"], "kv": pool, "layout": "single"}
     with pytest.raises(UnsupportedError, match="recompute must not change KV"):
         run_case(case)
@@ -352,15 +353,18 @@ def test_18_graphs_do_not_multiply_by_depth(planes):
 def test_19_the_pool_is_sized_from_the_right_layer_count():
     """sglang-omni PR #1910."""
     for row in GOLDEN["formulas"]["kv_bytes_per_token"]["values"]:
-        layout = Layout(row["layout"])
-        shape = (row["prelude_layers"], row["core_layers"], row["coda_layers"])
-        planes = layout.planes({"ouro": 4, "huginn": 16}[row["model"].split("_")[0]])
-        assert planes == row["planes"]
-        layers = shape[0] + planes * shape[1] + shape[2]
-        assert layers * 2 * row["kv_heads"] * row["head_dim"] * row["item_bytes"] == row["bytes_per_token"]
-    for layout in Layout:
-        pager = LoopedPager(HUGINN, layout, 5, 2, 16)
-        layers = 2 + layout.planes(6) * 4 + 2
+        loop = LoopSpec(
+            prelude=row["prelude_layers"], core=row["core_layers"], coda=row["coda_layers"], layout=row["layout"],
+            max_loops={"ouro": 4, "huginn": 16}[row["model"].split("_")[0]],
+        )  # fmt: skip
+        assert loop.planes == row["planes"]
+        assert (
+            loop.attention_layers * 2 * row["kv_heads"] * row["head_dim"] * row["item_bytes"]
+            == row["bytes_per_token"]
+        )
+    for layout in LoopLayout:
+        pager = LoopedPager(replace(HUGINN, layout=layout), 5, 2, 16)
+        layers = 2 + pager.loop.planes * 4 + 2
         assert pager.kv.numel() == 5 * 2 * layers * 2 * 16
         slots = {pager.slot(layer, loop) for layer in range(2, 6) for loop in range(1, 7)}
         assert sorted(slots | {pager.slot(layer, 0) for layer in (0, 1, 6, 7)}) == list(range(layers))
@@ -368,8 +372,9 @@ def test_19_the_pool_is_sized_from_the_right_layer_count():
 
 def test_20_shared_planes_follow_their_owner():
     """vLLM PR #43185: under `single` all loops are plane 0 of one table."""
-    assert {Layout.SINGLE.plane_of(loop) for loop in range(1, 17)} == {0}
-    _, pager = toy_run(ouro_toy(), {"A": [1, 2, 3]}, {"A": [4, 2]}, layout=Layout.SINGLE)
+    single = replace(HUGINN, layout=LoopLayout.SINGLE)
+    assert {single.plane_of(loop) for loop in range(1, 7)} == {0}
+    _, pager = toy_run(ouro_toy(), {"A": [1, 2, 3]}, {"A": [4, 2]}, layout=LoopLayout.SINGLE)
     assert {pager.slot(2, loop) for loop in range(1, 5)} == {2}
     assert len(pager.tables["A"]) == 3
     assert len(pager.free) == 32 - 3
@@ -441,11 +446,12 @@ def test_23_the_planner_costs_what_its_rows_cost():
 
 def test_24_first_then_shared_planes():
     """llama.cpp #18680, beellama.cpp #100."""
-    assert [Layout.FIRST_THEN_SHARED.plane_of(loop) for loop in range(1, 5)] == [0, 1, 1, 1]
+    shared = replace(OURO, layout=LoopLayout.FIRST_THEN_SHARED)
+    assert [shared.plane_of(loop) for loop in range(1, 5)] == [0, 1, 1, 1]
     with pytest.raises(UsageError, match="min_depth must be at least 2 with layout first_then_shared, got 1"):
-        planner_of(layout=Layout.FIRST_THEN_SHARED)
+        planner_of(layout=LoopLayout.FIRST_THEN_SHARED)
     with pytest.raises(UsageError, match=re.escape("depths of 'A' must be in 2..4, got 1")):
-        planner_of(DepthRequest.recorded("A", 1, [1]), layout=Layout.FIRST_THEN_SHARED, lookahead=True)
+        planner_of(DepthRequest.recorded("A", 1, [1]), layout=LoopLayout.FIRST_THEN_SHARED, lookahead=True)
 
 
 def test_25_no_planner_depends_on_a_model_library():

@@ -7,14 +7,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hybridkv.errors import CorruptionError, UnsupportedError  # noqa: E402  (after the skip)
-from hybridkv.schedule.depth import DepthConfig, DepthPlanner, DepthRequest, KVPool, Layout, Stage  # noqa: E402
+from hybridkv.geometry import LoopLayout  # noqa: E402
+from hybridkv.schedule.depth import DepthConfig, DepthPlanner, DepthRequest, KVPool, Stage  # noqa: E402
 from hybridkv.schedule.exits import ExitRouter, Hazard  # noqa: E402
 from hybridkv.testing.loops import LoopedEngine, LoopedPager, huginn_toy, ouro_toy  # noqa: E402
 
 torch.set_num_threads(1)  # rows are tiny: threads only wait for each other
 TOYS = {"ouro": ouro_toy(), "huginn": huginn_toy()}
 READS = (
-    (Layout.SINGLE, True), (Layout.FIRST_THEN_SHARED, True), (Layout.LAST_EXITED, True), (Layout.LAST_EXITED, False)
+    (LoopLayout.SINGLE, True), (LoopLayout.FIRST_THEN_SHARED, True), (LoopLayout.LAST_EXITED, True), (LoopLayout.LAST_EXITED, False)
 )  # fmt: skip
 
 
@@ -28,12 +29,21 @@ def drawn(model, seed=0, requests=4, tokens=3):
 
 
 def play(
-    model, prompts, depths, *, layout=Layout.SINGLE, copies=True, blocks=64, pool=None, trace=None, **config
+    model,
+    prompts,
+    depths,
+    *,
+    layout=LoopLayout.SINGLE,
+    copies=True,
+    blocks=64,
+    pool=None,
+    trace=None,
+    **config,
 ):
     """Generated tokens, engine and planner of one run with recorded exits."""
     settings = {"mode": "refill", "width": 4, "max_loops": model.shape.max_loops, "min_signal": 2} | config
     planner = DepthPlanner(DepthConfig(layout=layout, pool=pool, **settings), trace)
-    pager = LoopedPager(model.shape, layout, blocks, 2, model.width, copies=copies)
+    pager = LoopedPager(model.laid_out(layout), blocks, 2, model.width, copies=copies)
     for name, prompt in prompts.items():
         planner.submit(DepthRequest.recorded(name, len(prompt), depths[name]))
     engine = LoopedEngine(model, pager, prompts, depths=depths)
@@ -65,7 +75,7 @@ def test_early_exits_matter(toy):
     model = TOYS[toy]
     prompts, depths = drawn(model, tokens=6)
     full = {name: [model.shape.max_loops] * len(d) for name, d in depths.items()}
-    for layout in (Layout.SINGLE, Layout.LAST_EXITED):
+    for layout in (LoopLayout.SINGLE, LoopLayout.LAST_EXITED):
         assert play(model, prompts, depths, layout=layout)[0] != play(model, prompts, full, layout=layout)[0]
 
 
@@ -104,7 +114,7 @@ def test_last_exited_by_copy_and_by_depth_are_bit_identical(toy):
         planner = DepthPlanner(
             DepthConfig(mode="refill", width=4, max_loops=model.shape.max_loops, layout="last_exited")
         )
-        pager = Recorder(model.shape, Layout.LAST_EXITED, 64, 2, model.width, copies=copies)
+        pager = Recorder(model.laid_out(LoopLayout.LAST_EXITED), 64, 2, model.width, copies=copies)
         for name, prompt in prompts.items():
             planner.submit(DepthRequest.recorded(name, len(prompt), depths[name]))
         LoopedEngine(model, pager, prompts, depths=depths).run(planner)
@@ -144,7 +154,7 @@ def test_a_gate_decides_row_by_row(toy, lookahead):
             DepthConfig(mode=mode, width=width, min_coda=k, max_loops=loops, lookahead=lookahead)
         )
         router = ExitRouter(Hazard(0.75), max_loops=loops, lookahead=lookahead)
-        pager = LoopedPager(model.shape, Layout.LAST_EXITED, 64, 2, model.width, copies=False)
+        pager = LoopedPager(model.laid_out(LoopLayout.LAST_EXITED), 64, 2, model.width, copies=False)
         for name, prompt in prompts.items():
             planner.submit(DepthRequest(id=name, prompt=len(prompt), decode_tokens=len(depths[name])))
         engine = LoopedEngine(model, pager, prompts, router=router)
@@ -161,7 +171,7 @@ def test_eos_cuts_the_output(mode, late):
     whole, _ = play(model, prompts, depths)
     eos = whole["r1"][2]
     planner = DepthPlanner(DepthConfig(mode=mode, width=4, max_loops=4))
-    pager = LoopedPager(model.shape, Layout.SINGLE, 64, 2, model.width)
+    pager = LoopedPager(model.laid_out(LoopLayout.SINGLE), 64, 2, model.width)
     for name, prompt in prompts.items():
         planner.submit(DepthRequest.recorded(name, len(prompt), depths[name]))
     cut = LoopedEngine(model, pager, prompts, depths=depths, eos=eos, late=late).run(planner)
@@ -176,5 +186,5 @@ def test_a_hole_raises():
     model = TOYS["huginn"]
     prompts, depths = {"r": [3, 1]}, {"r": [3, 5]}
     with pytest.raises(CorruptionError, match=r"layer 2 at loop 4 of 'r' reads position 2, never written"):
-        play(model, prompts, depths, layout=Layout.DEPTH_INDEXED)
-    assert len(play(model, prompts, {"r": [5, 3]}, layout=Layout.DEPTH_INDEXED)[0]["r"]) == 3
+        play(model, prompts, depths, layout=LoopLayout.DEPTH_INDEXED)
+    assert len(play(model, prompts, {"r": [5, 3]}, layout=LoopLayout.DEPTH_INDEXED)[0]["r"]) == 3

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from hybridkv.errors import OutOfMemory, UsageError
+from hybridkv.geometry import LoopLayout, LoopSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,27 +38,6 @@ class Planes(StrEnum):
     MIXED = "mixed"
     AGED = "aged"
     FIFO = "fifo"
-
-
-class Layout(StrEnum):
-    """Which loops have a KV plane of their own (D42)."""
-
-    DEPTH_INDEXED = "depth_indexed"
-    LAST_EXITED = "last_exited"
-    FIRST_THEN_SHARED = "first_then_shared"
-    SINGLE = "single"
-
-    def planes(self, max_loops: int) -> int:
-        """KV planes that a core layer keeps."""
-        return {Layout.SINGLE: 1, Layout.FIRST_THEN_SHARED: min(2, max_loops)}.get(self, max_loops)
-
-    def plane_of(self, loop: int) -> int:
-        """Plane that loop `loop`, counted from 1, reads and writes."""
-        return {Layout.SINGLE: 0, Layout.FIRST_THEN_SHARED: min(loop, 2) - 1}.get(self, loop - 1)
-
-    def fill_targets(self, depth: int, max_loops: int) -> range:
-        """Planes that receive a copy of plane `depth - 1` when a token leaves at `depth`."""
-        return range(depth, max_loops) if self is Layout.LAST_EXITED else range(0)
 
 
 class Preemption(StrEnum):
@@ -144,7 +124,7 @@ class DepthConfig:
     min_signal: int = 1
     early_exit: bool = True
     planes: Planes = Planes.MIXED
-    layout: Layout = Layout.DEPTH_INDEXED
+    layout: LoopLayout = LoopLayout.DEPTH_INDEXED
     pool: KVPool | None = None
     age_bound: int = 8
     idle_order: IdleOrder = IdleOrder.PREFILL_FIRST
@@ -179,17 +159,22 @@ class DepthConfig:
             raise UsageError(f"headroom must be in [0, 1), got {self.headroom}")
         if self.retire_lag not in {0, 1}:
             raise UsageError(f"retire_lag must be 0 or 1, got {self.retire_lag}")
-        if self.layout is Layout.FIRST_THEN_SHARED and self.min_depth < 2:
+        if self.layout is LoopLayout.FIRST_THEN_SHARED and self.min_depth < 2:
             raise UsageError(
                 f"min_depth must be at least 2 with layout first_then_shared, got {self.min_depth}; "
                 "set lookahead, or min_signal to 2"
             )
         recompute = self.pool is not None and self.pool.preemption is Preemption.RECOMPUTE
-        if recompute and self.layout is Layout.LAST_EXITED:
+        if recompute and self.layout is LoopLayout.LAST_EXITED:
             raise UsageError(
                 "preemption must be none or offload with layout last_exited, got recompute; "
                 "a recomputed prompt has full-depth KV where tokens had exited early"
             )
+
+    @property
+    def core(self) -> LoopSpec:
+        """One layer of the shared core: which plane each loop has (D42)."""
+        return LoopSpec(prelude=0, core=1, coda=0, max_loops=self.max_loops, layout=self.layout)
 
     @property
     def min_depth(self) -> int:
@@ -212,7 +197,7 @@ class DepthConfig:
 _CHOICES: dict[str, type[StrEnum]] = {
     "mode": Mode,
     "planes": Planes,
-    "layout": Layout,
+    "layout": LoopLayout,
     "idle_order": IdleOrder,
 }
 
@@ -260,7 +245,7 @@ class DepthRequest:
             raise UsageError(
                 f"depths of {self.id!r} must have {self.decode_tokens} entries, got {len(depths)}"
             )
-        low = 2 if config.layout is Layout.FIRST_THEN_SHARED else 1
+        low = 2 if config.layout is LoopLayout.FIRST_THEN_SHARED else 1
         if len(depths) and not low <= min(depths) <= max(depths) <= config.max_loops:
             wrong = next(d for d in depths if not low <= d <= config.max_loops)
             raise UsageError(f"depths of {self.id!r} must be in {low}..{config.max_loops}, got {wrong}")

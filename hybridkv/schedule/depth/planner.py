@@ -52,8 +52,8 @@ class DepthPlanner:
         self._number = 0
         sizes = bucket_sizes(self.config.width)
         self._bucket = [0, *(bucket_of(sizes, rows) for rows in range(1, self.config.width + 1))]
-        loops = range(1, self.config.max_loops + 1)
-        self._plane = [NO_PLANE, *(self.config.layout.plane_of(loop) for loop in loops)]
+        core = self.config.core
+        self._plane = [NO_PLANE, *(core.plane_of(loop) for loop in range(1, core.max_loops + 1))]
 
     # Requests
 

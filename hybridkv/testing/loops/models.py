@@ -5,12 +5,20 @@ Rows are computed one by one, so a token's bits depend on nothing but the tokens
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from hybridkv.testing.loops.pager import HUGINN, OURO, LoopedPager, Shape
+from hybridkv.geometry import LoopLayout, LoopSpec
+
+if TYPE_CHECKING:
+    from hybridkv.testing.loops.pager import LoopedPager
+
+OURO = LoopSpec(prelude=0, core=4, coda=0, max_loops=4)
+HUGINN = LoopSpec(prelude=2, core=4, coda=2, max_loops=6)
 
 
 class _Block(nn.Module):
@@ -43,7 +51,7 @@ class LoopedToy(nn.Module):
     """
 
     def __init__(
-        self, shape: Shape, *, adapter: bool, seed: int, width: int = 16, vocabulary: int = 97
+        self, shape: LoopSpec, *, adapter: bool, seed: int, width: int = 16, vocabulary: int = 97
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -59,6 +67,10 @@ class LoopedToy(nn.Module):
             self.adapter = nn.Linear(2 * width, width, bias=False) if adapter else None
             self.gate = nn.Linear(width, 1)
         self.requires_grad_(requires_grad=False)
+
+    def laid_out(self, layout: LoopLayout) -> LoopSpec:
+        """The model's loops with the KV planes of `layout`."""
+        return replace(self.shape, layout=layout)
 
     def enter(self, token: int, request: str, position: int, pager: LoopedPager) -> tuple[Tensor, Tensor]:
         """Prelude: the embedding as the core sees it, and the first state."""

@@ -5,30 +5,12 @@ Owns blocks, tables, planes and depths. Does not know who is scheduled when.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from hybridkv.errors import CorruptionError
-from hybridkv.schedule.depth import Layout
-
-
-class Shape(NamedTuple):
-    """Layers before, in and after the shared core, and how often the core runs at most."""
-
-    prelude: int
-    core: int
-    coda: int
-    max_loops: int
-
-    def slots(self, layout: Layout) -> int:
-        """KV rows of one token: prelude layers, the core plane by plane, coda layers (D42)."""
-        return self.prelude + layout.planes(self.max_loops) * self.core + self.coda
-
-
-OURO = Shape(0, 4, 0, 4)
-HUGINN = Shape(2, 4, 2, 6)
+from hybridkv.geometry import LoopLayout, LoopSpec
+from hybridkv.schedule.exits import fill_targets
 
 
 class LoopedPager:
@@ -40,13 +22,12 @@ class LoopedPager:
     """
 
     def __init__(
-        self, shape: Shape, layout: Layout, blocks: int, block_tokens: int, width: int, *, copies: bool = True
+        self, loop: LoopSpec, blocks: int, block_tokens: int, width: int, *, copies: bool = True
     ) -> None:
-        self.shape = shape
-        self.layout = layout
+        self.loop = loop
         self.copies = copies
         self.block_tokens = block_tokens
-        self.kv = torch.full((blocks, shape.slots(layout), block_tokens, 2, width), torch.nan)
+        self.kv = torch.full((blocks, loop.attention_layers, block_tokens, 2, width), torch.nan)
         self.written = torch.zeros(self.kv.shape[:3], dtype=torch.bool)
         self.depth = torch.zeros((blocks, block_tokens), dtype=torch.long)
         self.free = list(range(blocks))
@@ -85,11 +66,10 @@ class LoopedPager:
 
     def slot(self, layer: int, loop: int) -> int:
         """KV row of a layer: counted through prelude, core and coda; `loop` is 0 outside the core."""
-        shape = self.shape
+        spec = self.loop
         if loop:
-            return layer + self.layout.plane_of(loop) * shape.core
-        planes = self.layout.planes(shape.max_loops)
-        return layer if layer < shape.prelude else layer + (planes - 1) * shape.core
+            return layer + spec.plane_of(loop) * spec.core
+        return layer if layer < spec.prelude else layer + (spec.planes - 1) * spec.core
 
     def write(self, request: str, position: int, slot: int, key: Tensor, value: Tensor) -> None:
         """Store the KV of one layer and plane of a token."""
@@ -103,9 +83,9 @@ class LoopedPager:
         self.depth[block, offset] = depth
         if not self.copies:
             return
-        first, core = self.shape.prelude, self.shape.core
+        first, core = self.loop.prelude, self.loop.core
         source = slice(first + (depth - 1) * core, first + depth * core)
-        for plane in self.layout.fill_targets(depth, self.shape.max_loops):
+        for plane in fill_targets(self.loop, depth):
             target = slice(first + plane * core, first + (plane + 1) * core)
             self.kv[block, target, offset] = self.kv[block, source, offset]
             self.written[block, target, offset] = self.written[block, source, offset]
@@ -116,10 +96,10 @@ class LoopedPager:
         table, slot = self.tables[request], self.slot(layer, loop)
         held = self.written[table, slot].flatten()[:tokens]
         found = self.kv[table, slot].flatten(0, 1)[:tokens]
-        if loop and self.layout is Layout.LAST_EXITED and not self.copies:
+        if loop and self.loop.layout is LoopLayout.LAST_EXITED and not self.copies:
             left = self.depth[table].flatten()[:tokens]
             for depth in left[(left > 0) & (left < loop)].unique().tolist():
-                early, deepest = left == depth, layer + (depth - 1) * self.shape.core
+                early, deepest = left == depth, layer + (depth - 1) * self.loop.core
                 held[early] = self.written[table, deepest].flatten()[:tokens][early]
                 found[early] = self.kv[table, deepest].flatten(0, 1)[:tokens][early]
         if not bool(held.all()):
