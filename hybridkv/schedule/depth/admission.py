@@ -5,7 +5,7 @@ Owns the build of one prefill launch. Does not know what else could run instead,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hybridkv.schedule.depth.config import ADMISSION_SCAN, OVERTAKEN_AT_MOST, Mode
 
@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from hybridkv.schedule.depth.state import Live, State
 
 
-class Chunk(NamedTuple):
-    """Prompt tokens `start` to `start + tokens` of a resident."""
-
-    live: Live
-    start: int
-    tokens: int
+Chunk = tuple["Live", int, int]
+"""A resident, the first prompt token that runs, and how many do. Bare, because a launch makes 64 of them."""
 
 
 def build_prefill(state: State) -> list[Chunk]:
@@ -32,7 +28,7 @@ def build_prefill(state: State) -> list[Chunk]:
         if chunk is None:
             return []
         chunks.append(chunk)
-        left -= chunk.tokens
+        left -= chunk[2]
     if not state.drain and not state.offloaded:
         _place_new(state, chunks, left)
     return chunks
@@ -56,43 +52,41 @@ def _allowed(state: State) -> bool:
 
 def _place_new(state: State, chunks: list[Chunk], left: int) -> None:
     """Admit from the head of `waiting`. A prompt that does not fit is passed over, OVERTAKEN_AT_MOST times in its life."""
+    waiting, width, headroom = state.waiting, state.config.width, state.headroom
+    thrifty = state.pool is not None and not state.reserves
     blocked: list[Live] = []
     patient = True
-    for _ in range(min(ADMISSION_SCAN, len(state.waiting))):
-        if not patient or left == 0 or len(state.residents) == state.config.width or _short(state, chunks):
+    for _ in range(min(ADMISSION_SCAN, len(waiting))):
+        if not patient or left == 0 or len(state.residents) == width:
             break
-        live = state.waiting[0]
-        chunk = _place(state, live, left) if _reservable(state, live) else None
+        if thrifty and chunks and state.free < headroom:
+            break
+        live = waiting[0]
+        chunk = _place(state, live, left) if not state.reserves or _reservable(state, live) else None
         if chunk is None:
             if state.reserves or live.overtaken == OVERTAKEN_AT_MOST:
                 break
-            blocked.append(state.waiting.popleft())
+            blocked.append(waiting.popleft())
             continue
-        state.waiting.popleft()
+        waiting.popleft()
         chunks.append(chunk)
-        left -= chunk.tokens
+        left -= chunk[2]
         for passed in blocked:
             passed.overtaken += 1
             patient = patient and passed.overtaken < OVERTAKEN_AT_MOST
-    state.waiting.extendleft(reversed(blocked))
-
-
-def _short(state: State, chunks: list[Chunk]) -> bool:
-    """Whether the headroom ends the build (D21)."""
-    return bool(chunks) and state.pool is not None and not state.reserves and state.free < state.headroom
+    waiting.extendleft(reversed(blocked))
 
 
 def _reservable(state: State, live: Live) -> bool:
     """Whether a reservation for `live` fits beside those of the residents (D38)."""
-    return not state.reserves or state.pool is None or state.reserved + live.reservation <= state.pool.blocks
+    return state.pool is not None and state.reserved + live.reservation <= state.pool.blocks
 
 
 def _place(state: State, live: Live, left: int) -> Chunk | None:
     """Fill as much of a prompt as one launch takes, or None if its blocks cannot be had."""
-    start, tokens = live.filled, min(left, live.prompt - live.filled)
+    start = live.filled
+    tokens = min(left, live.prompt - start)
     if not state.take(live, start + tokens):
         return None
-    if start == 0:
-        state.seat(live)
     state.fill(live, tokens)
-    return Chunk(live, start, tokens)
+    return live, start, tokens

@@ -78,7 +78,6 @@ class DepthPlanner:
                 raise UsageError(f"decode_tokens of resident {request.id!r} must be at least 1, got 0")
         for request in requests:
             live = self._state.register(request)
-            self._state.seat(live)
             self._state.fill(live, live.prompt)
             self._state.pre.append(live)
 
@@ -196,8 +195,10 @@ class DepthPlanner:
         if not chunks:
             return None
         full = self.config.max_loops
-        rows = [Row(live.id, start, full, NO_PLANE, tokens, live.serial) for live, start, tokens in chunks]
-        return self._launch(Stage.PREFILL, [chunk.live for chunk in chunks], rows)
+        rows = [
+            _row(Row, (live.id, start, full, NO_PLANE, tokens, live.serial)) for live, start, tokens in chunks
+        ]
+        return self._launch(Stage.PREFILL, [live for live, _, _ in chunks], rows)
 
     def _prelude(self) -> StageBatch:
         s = self._state

@@ -41,11 +41,7 @@ Finishes = set[str]
 def route_prefill(state: State, flight: Flight, _: Exits, finishes: Finishes) -> Outcome:
     """Complete prompts emit their first token (D25)."""
     state.prefill_run += 1
-    lives = [
-        live
-        for live, row in zip(flight.lives, flight.batch.rows, strict=True)
-        if row.position + row.tokens == live.prompt
-    ]
+    lives = [live for live in flight.lives if live.filled == live.prompt]
     emitted, done = _emit(state, lives, finishes)
     return Outcome(tokens=sum(row.tokens for row in flight.batch.rows), emitted=emitted, done=done)
 

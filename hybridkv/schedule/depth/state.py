@@ -110,7 +110,7 @@ class State:
         """Hold blocks for `tokens` tokens: all that are missing, or none (D10)."""
         if self.pool is None:
             return True
-        missing = self.pool.blocks_for(tokens) - live.blocks
+        missing = -(-tokens // self.pool.block_tokens) - live.blocks
         if missing > self.free:
             return False
         if missing > 0:
@@ -124,12 +124,15 @@ class State:
         self.reserved += live.reservation
 
     def fill(self, live: Live, tokens: int) -> None:
-        """Count prompt tokens of a resident as run."""
-        live.filled += tokens
-        live.kv += tokens
-        complete = live.filled == live.prompt
-        self.partial = None if complete else live
-        self.decoding += complete
+        """Count prompt tokens as run; the first ones make a request resident."""
+        if live.filled == 0:
+            self.seat(live)
+        live.kv = live.filled = live.filled + tokens
+        if live.filled < live.prompt:
+            self.partial = live
+        else:
+            self.partial = None
+            self.decoding += 1
 
     def leave(self, live: Live) -> None:
         """Take a request out of the residents and give its blocks back."""
