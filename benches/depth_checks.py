@@ -101,9 +101,10 @@ def _(lab):
         yield Seen(workload, bench.speedup("norefill") / bench.speedup("refill"), 1.05, INF)
 
 
-@check(5, "Huginn best no-refill over E")
+@check(5, "Huginn no-refill over E")
 def _(lab):
-    yield Seen("best", max(lab.bench(HUGINN, workload).share("norefill") for workload in ALL), 0.83, 0.96)
+    for workload in ALL:
+        yield Seen(workload, lab.bench(HUGINN, workload).share("norefill"), 0.83, 0.96)
 
 
 @check(6, "Huginn at W=64: K=W/4 above K=W/8 above K=1, and K=W/4 above K=W/2")

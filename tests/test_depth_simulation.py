@@ -203,7 +203,7 @@ def test_command_online_and_timeline(tmp_path):
         (("--rate", "fast"), "rate must be a positive number or 'trace', got 'fast'"),
         (("--rate", "-1"), "rate must be a positive number or 'trace', got '-1'"),
         (("--rate", "trace"), "rate must be a number for a workload without arrival times, got 'trace'"),
-        (("--k", "0"), "min_coda must be an integer of at least 1, got 0"),
+        (("--k", "0"), "min_coda must be a positive integer, got 0"),
     ],
 )
 def test_command_errors(arguments, message, capsys):

@@ -9,7 +9,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.errors import UsageError
-from hybridkv.schedule.depth.config import DepthConfig, DepthRequest, KVPool, at_least
+from hybridkv.geometry.checks import size
+from hybridkv.schedule.depth.config import DepthConfig, DepthRequest, KVPool
 from hybridkv.schedule.depth.planner import DepthPlanner
 from hybridkv.schedule.exits import effective_depth
 
@@ -72,9 +73,9 @@ def play_case(case: Mapping[str, Any], trace: Callable[[Entry], None]) -> DepthP
         raise UsageError("requests must have distinct ids, got one twice")
     for request, arrive in zip(requests, arrivals, strict=True):
         request.check(planner.config)
-        at_least(f"arrive of {request.id!r}", arrive, 0)
+        size(f"arrive of {request.id!r}", arrive, least=0)
         if case.get("resident"):
-            at_least(f"decode_tokens of resident {request.id!r}", request.decode_tokens, 1)
+            size(f"decode_tokens of resident {request.id!r}", request.decode_tokens)
     seats = min(planner.config.width, len(requests)) if case.get("resident") else 0
     planner.seat(requests[:seats])
     order = sorted(range(seats, len(requests)), key=lambda index: arrivals[index])

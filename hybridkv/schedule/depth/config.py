@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hybridkv.errors import OutOfMemory, UsageError
 from hybridkv.geometry import LoopLayout, LoopSpec
+from hybridkv.geometry.checks import resolve, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 RequestId = str
-Choice = TypeVar("Choice", bound=StrEnum)
 
 ADMISSION_SCAN = 64
 """Waiting prompts that one prefill looks at (D20)."""
@@ -62,21 +62,6 @@ class IdleOrder(StrEnum):
     CODA_FIRST = "coda_first"
 
 
-def resolve(kind: type[Choice], name: str, value: str) -> Choice:
-    """The member of `kind` that `value` names."""
-    try:
-        return kind(value)
-    except ValueError:
-        valid = ", ".join(kind)
-        raise UsageError(f"{name} must be one of {valid}, got {value!r}") from None
-
-
-def at_least(name: str, value: object, low: int) -> None:
-    """Refuse what is not an integer of at least `low`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise UsageError(f"{name} must be an integer of at least {low}, got {value!r}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPool:
     """N blocks of b tokens (D6), and what happens when they run short. `max_tokens` caps reservations (D38)."""
@@ -91,10 +76,10 @@ class KVPool:
     def __post_init__(self) -> None:
         object.__setattr__(self, "preemption", resolve(Preemption, "preemption", self.preemption))
         object.__setattr__(self, "admission", resolve(Admission, "admission", self.admission))
-        at_least("blocks", self.blocks, 1)
-        at_least("block_tokens", self.block_tokens, 1)
+        size("blocks", self.blocks)
+        size("block_tokens", self.block_tokens)
         if self.max_tokens is not None:
-            at_least("max_tokens", self.max_tokens, 1)
+            size("max_tokens", self.max_tokens)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
@@ -144,10 +129,10 @@ class DepthConfig:
             "age_bound",
             "codas_in_flight",
         ):
-            at_least(name, getattr(self, name), 1)
+            size(name, getattr(self, name))
         for name in ("open_slots", "max_prefill_run"):
             if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
+                size(name, getattr(self, name))
         self._check_ranges()
 
     def _check_ranges(self) -> None:
@@ -221,8 +206,8 @@ class DepthRequest:
 
     def check(self, config: DepthConfig) -> None:
         """Refuse what can never run under `config` (D1, D6, D38, D42)."""
-        at_least(f"prompt of {self.id!r}", self.prompt, 1)
-        at_least(f"decode_tokens of {self.id!r}", self.decode_tokens, 0)
+        size(f"prompt of {self.id!r}", self.prompt)
+        size(f"decode_tokens of {self.id!r}", self.decode_tokens, least=0)
         if self.depths is not None:
             self._check_depths(config, self.depths)
         if config.pool is None:

@@ -6,7 +6,7 @@ or with `apply`. The same calls give the same batches and the same trace.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from hybridkv.errors import OutOfMemory, UnsupportedError, UsageError
 from hybridkv.schedule.buckets import bucket_of, bucket_sizes
@@ -14,6 +14,7 @@ from hybridkv.schedule.depth.admission import build_prefill
 from hybridkv.schedule.depth.batch import NO_PLANE, Counts, Entry, EventRow, Queues, Row, Stage, StageBatch
 from hybridkv.schedule.depth.config import IdleOrder, Mode, Planes, Preemption
 from hybridkv.schedule.depth.routing import ROUTES, Flight
+from hybridkv.schedule.depth.rows import loops_of_next, new_row, rows_at
 from hybridkv.schedule.depth.state import Live, State
 
 if TYPE_CHECKING:
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
     from hybridkv.schedule.depth.config import DepthConfig, DepthRequest, RequestId
 
 NOBODY: tuple[RequestId, ...] = ()
-
-
-_row = cast(
-    "Callable[[type[Row], tuple[RequestId, int, int, int, int, int]], Row]",
-    tuple.__new__,  # pyright: ignore[reportUnknownMemberType]  (typeshed leaves its element type open)
-)
-"""Half the price of calling Row, which is most of what a launch of 1,024 rows costs."""
 
 
 class DepthPlanner:
@@ -144,7 +138,7 @@ class DepthPlanner:
             for live in s.secure():
                 self._event(Stage.STALL, live)
             if s.offloaded and (restored := self._restore()):
-                return self._launch(Stage.RESTORE, restored, _rows_at(restored, 0))
+                return self._launch(Stage.RESTORE, restored, rows_at(restored, 0))
             batch = self._step()
             if batch is not None:
                 return batch
@@ -196,14 +190,15 @@ class DepthPlanner:
             return None
         full = self.config.max_loops
         rows = [
-            _row(Row, (live.id, start, full, NO_PLANE, tokens, live.serial)) for live, start, tokens in chunks
+            new_row(Row, (live.id, start, full, NO_PLANE, tokens, live.serial))
+            for live, start, tokens in chunks
         ]
         return self._launch(Stage.PREFILL, [live for live, _, _ in chunks], rows)
 
     def _prelude(self) -> StageBatch:
         s = self._state
         lives, s.ready = s.ready, []
-        rows = _rows_at(lives, 0)
+        rows = rows_at(lives, 0)
         return self._launch(Stage.PRELUDE, lives, rows, self._bucket[len(rows)])
 
     def _recurrent(self) -> StageBatch:
@@ -212,13 +207,13 @@ class DepthPlanner:
         if self.config.planes is Planes.MIXED:
             s.core = []
         else:
-            loop = _loops_of_next(lives, self.config)
+            loop = loops_of_next(lives, self.config)
             s.core = [live for live in lives if live.loop != loop]
             lives = [live for live in lives if live.loop == loop]
             plane = self._plane[loop + 1]
         planes = self._plane
         rows = [
-            _row(Row, (live.id, live.kv, live.loop + 1, planes[live.loop + 1], 1, live.serial))
+            new_row(Row, (live.id, live.kv, live.loop + 1, planes[live.loop + 1], 1, live.serial))
             for live in lives
         ]
         return self._launch(Stage.RECURRENT, lives, rows, self._bucket[len(rows)], plane)
@@ -227,13 +222,13 @@ class DepthPlanner:
         s = self._state
         lives, s.coda = s.coda, []
         self._codas += 1
-        rows = [_row(Row, (live.id, live.kv, live.loop, NO_PLANE, 1, live.serial)) for live in lives]
+        rows = [new_row(Row, (live.id, live.kv, live.loop, NO_PLANE, 1, live.serial)) for live in lives]
         return self._launch(Stage.CODA, lives, rows, self._bucket[len(rows)])
 
     def _decode(self) -> StageBatch:
         s, full = self._state, self.config.max_loops
         lives, s.ready = s.ready, []
-        rows = _rows_at(lives, full)
+        rows = rows_at(lives, full)
         return self._launch(Stage.DECODE, lives, rows, self._bucket[len(rows)])
 
     def _restore(self) -> list[Live]:
@@ -260,7 +255,7 @@ class DepthPlanner:
                 f"recompute must not change KV, got {live.id!r}, whose tokens left before loop {self.config.max_loops}; "
                 "preempt by offload, or set allow_semantic_change"
             )
-        rows = _rows_at([live], 0)
+        rows = rows_at([live], 0)
         s.preempt(live)
         left = tuple(live.depths) if recompute and live.depths is not None else ()
         self._event(
@@ -334,20 +329,3 @@ class DepthPlanner:
         if self._trace is not None:
             row = row or EventRow(live.id, live.kv)
             self._trace(Entry(stage, (row,), (), (), Counts(1, 0, 0, 0, *self.queues)))
-
-
-def _rows_at(lives: list[Live], loop: int) -> list[Row]:
-    return [_row(Row, (live.id, live.kv, loop, NO_PLANE, 1, live.serial)) for live in lives]
-
-
-def _loops_of_next(core: list[Live], config: DepthConfig) -> int:
-    """Loops already run by the rows of the one plane that goes next (D28)."""
-    if config.planes is Planes.FIFO:
-        return core[0].loop
-    oldest = max(core, key=lambda live: live.passed)
-    if oldest.passed >= config.age_bound:
-        return oldest.loop
-    counts: dict[int, int] = {}
-    for live in core:
-        counts[live.loop] = counts.get(live.loop, 0) + 1
-    return max(counts, key=counts.__getitem__)
