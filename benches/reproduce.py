@@ -20,6 +20,16 @@ value lies in its band; a check that does not is listed as missed, and its band 
 """
 
 
+REMARKS = {
+    12: "Offline, a refill prefill falls between a prelude and the next loop, so its first tokens take a prelude of their "
+    "own: one more a prefill. Huginn's preludes are dear, and Alpaca, with its short outputs, prefills often.",
+    29: "At full depth refill buys nothing, and prompts that arrive while others are between two loops stay out of step "
+    "with them: about three times as many preludes and codas as under CB, each a third as large. The paper's "
+    "conservative thresholds still leave some early exits.",
+}
+"""Why a check is missed, where it is."""
+
+
 def main(arguments: list[str]) -> int:
     chosen = {int(argument) for argument in arguments} or {check.number for check in CHECKS}
     lab, results = Lab(), []
@@ -52,7 +62,8 @@ def page(results: list[tuple[Check, list[Seen]]]) -> str:
     for check, seen in results:
         verdict = "missed" if check.number in missed else "holds"
         lines.append(f"| {check.number} | {check.claim} | {'<br>'.join(map(shown, seen))} | {verdict} |")
-    return "\n".join(lines) + "\n"
+    remarks = [f"* {number}: {REMARKS[number]}" for number in missed if number in REMARKS]
+    return "\n".join([*lines, *(["", "Why they are missed:", "", *remarks] if remarks else [])]) + "\n"
 
 
 def shown(seen: Seen) -> str:
