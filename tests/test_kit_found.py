@@ -142,3 +142,25 @@ def test_found(name: str) -> None:
         world.probe(operation[1]) if operation[0] == "probe" else world.do(operation)
         world.check()
     world.drain()
+
+
+def test_a_second_copy_takes_the_place_of_a_lost_first() -> None:
+    """Two requests compute one prefix; the published copy goes while the other is held. What the second leaves behind
+    was a tail behind a hole, cached and never found (I11)."""
+    for organization, pages in (("s2", (12,)), ("nested", (8,))):
+        world = World(make_cache, CacheSpec(organization=organization, pages=pages))
+        for operation in (
+            ("admit", FIVE, None, 3),
+            ("admit", FIVE, None, 3),
+            ("commit", 0, None, 1),
+            ("commit", 1, None, 1),
+            ("release", 0),
+            ("clear",),
+            ("extend", 0, 2),
+            ("commit", 0, None, 1),
+            ("release", 0),
+            ("admit", FIVE, None, None),
+        ):
+            world.do(operation)
+            world.check()
+        assert world.live[0].computed == 4

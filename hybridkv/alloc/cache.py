@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hybridkv.alloc import audit as auditing
 from hybridkv.alloc import branch
-from hybridkv.alloc.checkpoint import AttentionBlock, Checkpoint, State
+from hybridkv.alloc.checkpoint import AttentionBlock, Checkpoint, Lifecycle, State
 from hybridkv.alloc.growth import ATTENTION, Growth
 from hybridkv.alloc.organization import Organization
 from hybridkv.alloc.plan import (
@@ -165,13 +165,14 @@ class HybridCache:
         return s.never((*counts, *extra))
 
     def admit(
-        self, r: Request, upto: int | None = None, *, budget: int | None = None, require: int = 0, cut: bool = False
+        self, r: Request, upto: int | None = None, *, budget: int | None = None, reserve: int = 0, cut: bool = False
     ) -> Admitted | Refused:
         """Start a waiting request: take references on its hit, reserve room for [cached, stop).
 
         `stop` is `upto` (default: all known tokens), or with `budget` at most that many tokens behind the hit; `cut` ends
-        it at the first kept boundary. A hit never reaches `upto` and leaves a token to compute. `require`: refuse
-        unless storage up to that many tokens could be had now. A hit that is too dear falls back to a shallower one.
+        it at the first kept boundary. A hit never reaches `upto` and leaves a token to compute. `reserve`: take the
+        attention blocks of that many tokens at once, and refuse unless the states up to there could be had too. A hit
+        that is too dear falls back to a shallower one.
         """
         self._expect(r, Status.WAITING)
         length = r.length
@@ -181,19 +182,20 @@ class HybridCache:
         if budget is not None and budget < 1:
             raise UsageError(f"budget must be at least 1, got {budget}")
         found = self._find(r)
-        reserve = self._headroom if self.running else None
+        headroom = self._headroom if self.running else None
         refused: Refused | None = None
         for depth in self._depths(found, upto):
             stop = self._begin(r, found, depth, upto, budget, cut=cut)
-            refused = self.storage.shortage(self.growth.wanted(r, depth, max(stop, require)), reserve)
+            wanted = self.growth.wanted(r, depth, stop, reserve)
+            refused = self.storage.shortage((*wanted, *self.growth.coming(r, depth, stop, reserve)), headroom)
             if refused is None:
-                plan = self.growth.reserve(r, depth, stop, admitted=True)
+                plan = self.growth.reserve(r, depth, stop, admitted=True, blocks=reserve)
                 self._admitted(r, found, depth)
                 return self._checked(Admitted(depth, plan))
             self._unpin(r)
         assert refused is not None
         self.counters["refused"] += 1
-        never = self.storage.never(self.growth.wanted(r, 0, max(upto if budget is None else 1, require)))
+        never = self.storage.never(self.growth.wanted(r, 0, upto if budget is None else 1, reserve))
         return self._checked(never or refused)
 
     def extend(self, r: Request, upto: int) -> Extended | Refused:
@@ -319,7 +321,7 @@ class HybridCache:
         """Give everything back and wait again; what is cached then will be hit. Steps in flight count as abandoned."""
         self._expect(r, Status.RUNNING)
         r.collect()
-        self.growth.let_go(r)
+        self._leave(r)
         self._stop(r)
         r.preemptions += 1
         self.counters["preempted"] += 1
@@ -329,7 +331,7 @@ class HybridCache:
         """The request ends, at any moment of its life. Its handle is stale from now on."""
         self._alive(r)
         if r.status is Status.RUNNING:
-            self.growth.let_go(r)
+            self._leave(r)
             self._stop(r)
         r.status = Status.RELEASED
         self.rows.remove(r.row)
@@ -493,15 +495,10 @@ class HybridCache:
         """Blocks and boundaries up to `computed` are written, and hashed: make them discoverable, pass the boundaries."""
         width, shared = self.organization.block_tokens, self.policy.decode != "update"
         last = computed if shared else min(computed, r.prompt_tokens)
-        low, high = r.published, last // width
-        if self.growth.attention and low < high:
-            units = r.table[:, low:high].copy()
-            for i, key in enumerate(r.chain[low:high]):
-                block = AttentionBlock((low + i + 1) * width, {ATTENTION: units[:, i : i + 1]})
-                if self.index.publish(block, key):
-                    self.storage.publish(block)
-                    self.counters["published_blocks"] += 1
-            r.published = high
+        if self.growth.attention:
+            for k in range(r.published, last // width):
+                self._publish_block(r, k)
+            r.published = max(r.published, last // width)
         while r.boundaries and r.boundaries[0].position <= computed:
             self._pass(r, r.boundaries.pop(0))
         if not self.policy.hold_source and r.source is not None and computed > r.source.position:
@@ -511,12 +508,33 @@ class HybridCache:
         r.journal = [undo for undo in r.journal if undo.step >= done]
         self.rows.next_publish[r.row] = (computed // width + 1) * width
 
-    def _pass(self, r: Request, state: Checkpoint) -> None:
-        """A kept boundary is written: publish it, and let the one before it go."""
-        key = r.chain[state.position // self.organization.block_tokens - 1]
-        if self.index.publish(state, key):
+    def _publish_block(self, r: Request, k: int) -> None:
+        """Make block `k` discoverable, unless an equal one is."""
+        if r.chain[k] not in self.index.blocks:
+            block = AttentionBlock((k + 1) * self.organization.block_tokens, {ATTENTION: r.table[:, k : k + 1].copy()})
+            self.index.publish(block, r.chain[k])
+            self.storage.publish(block)
+            self.counters["published_blocks"] += 1
+
+    def _publish_checkpoint(self, r: Request, state: Checkpoint) -> None:
+        """Make a written boundary discoverable, unless an equal one is."""
+        if self.index.publish(state, r.chain[state.position // self.organization.block_tokens - 1]):
             self.storage.publish(state)
             self.counters["published_checkpoints"] += 1
+
+    def _leave(self, r: Request) -> None:
+        """Give everything back. Where an equal copy was published first and has been lost since, ours takes its place:
+        else what we leave behind it could never be found (I11).
+        """
+        for k in range(r.published):
+            self._publish_block(r, k)
+        if r.source is not None and r.source.stage is Lifecycle.RESERVED:
+            self._publish_checkpoint(r, r.source)
+        self.growth.let_go(r)
+
+    def _pass(self, r: Request, state: Checkpoint) -> None:
+        """A kept boundary is written: publish it, and let the one before it go."""
+        self._publish_checkpoint(r, state)
         if r.source is not None:
             self.storage.release([r.source])
         r.source = state

@@ -27,9 +27,12 @@ class Growth:
         self.attention = bool(storage.attention)
         self.recurrent = storage.organization.geometry.recurrent is not None
 
-    def wanted(self, r: Request, start: int, stop: int) -> Wanted:
-        """What a step over [start, stop) must take, in the order in which `reserve` attaches it."""
-        blocks = -(-stop // self.block_tokens) - r.blocks if self.attention else 0
+    def wanted(self, r: Request, start: int, stop: int, reserve: int = 0) -> Wanted:
+        """What a step over [start, stop) must take, in the order in which `reserve` attaches it.
+
+        Attention blocks up to `reserve`, where that is more.
+        """
+        blocks = -(-max(stop, reserve) // self.block_tokens) - r.blocks if self.attention else 0
         checkpoints = live = window = 0
         if self.recurrent:
             kept = r.kept_between(start, stop)
@@ -48,17 +51,25 @@ class Growth:
             (s.window, window),
         )
 
-    def reserve(self, r: Request, start: int, stop: int, *, admitted: bool = False) -> Plan:
-        """Take what the step needs, record how to undo it, put the step in flight, and say what it reads and writes.
+    def coming(self, r: Request, start: int, stop: int, reserve: int) -> Wanted:
+        """What steps up to `reserve` will need at once behind a first one that ends at `stop`: one more checkpoint when
+        they pass a boundary, unless the one that was hit comes free by then.
+        """
+        passes = self.recurrent and stop < reserve and r.next_kept(start) < reserve
+        return ((self.storage.checkpoint, int(passes and (r.source is None or not self.storage.sole(r.source)))),)
+
+    def reserve(self, r: Request, start: int, stop: int, *, admitted: bool = False, blocks: int = 0) -> Plan:
+        """Take what the step needs, and blocks up to token `blocks`; record how to undo it, put the step in flight, and
+        say what it reads and writes.
 
         `storage.shortage` has said that it fits.
         """
-        wanted, opened_at = self.wanted(r, start, stop), r.opened_at
+        wanted, opened_at = self.wanted(r, start, stop, blocks), r.opened_at
         before = (r.blocks, r.open, opened_at, tuple(r.boundaries), r.live, r.window)
         self.storage.lost.clear()
         taken = self.storage.take(wanted)
-        if blocks := wanted[0][1]:
-            self._add_blocks(r, taken[0][ATTENTION][:, :, 0].T, blocks)
+        if count := wanted[0][1]:
+            self._add_blocks(r, taken[0][ATTENTION][:, :, 0].T, count)
         if self.recurrent:
             self._attach(r, start, stop, taken)
         step = self.rows.push_one(r.row, stop)

@@ -159,6 +159,10 @@ class Storage:
         """Whether nobody holds a reference on any unit of the state."""
         return not any(self.by_kind[kind].references_of(ids.ravel()).any() for kind, ids in state)
 
+    def sole(self, state: State) -> bool:
+        """Whether there is exactly one reference on every unit of the state."""
+        return all((self.by_kind[kind].references_of(ids.ravel()) == 1).all() for kind, ids in state)
+
     def publish(self, state: AttentionBlock | Checkpoint) -> None:
         """The state's units tell it from now on before they go elsewhere."""
         self.gains += isinstance(state, Checkpoint)

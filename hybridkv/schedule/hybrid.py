@@ -29,8 +29,8 @@ class HybridConfig:
     """`token_budget`: tokens of a step. `max_running`: sequences that run at once (the paper's cap).
 
     `cut_at_boundaries`: a prompt chunk ends at the next kept boundary; otherwise the engine writes boundary states from
-    inside a chunk. `reserve_prompt`: admit only where the whole prompt could be stored now. `in_flight`: steps that
-    may be planned before the first of them is committed.
+    inside a chunk. `reserve_prompt`: an admission takes the attention blocks of its whole prompt, so that prompts in
+    progress do not run out of storage together. `in_flight`: steps planned before the first of them is committed.
     """
 
     token_budget: int = 2048
@@ -243,7 +243,7 @@ class HybridPlanner:
             if self._blocked is not None and self._blocked[:2] == (r.handle, gains) and self.running:
                 return admitted, self._blocked[2]
             answer = self.cache.admit(
-                r, budget=left, cut=cfg.cut_at_boundaries, require=r.length if cfg.reserve_prompt else 0
+                r, budget=left, cut=cfg.cut_at_boundaries, reserve=r.length if cfg.reserve_prompt else 0
             )
             if isinstance(answer, Refused):
                 self._blocked = (r.handle, self.cache.storage.gains, answer)

@@ -220,3 +220,12 @@ def _count(row: dict[str, str | None], name: str, where: str) -> int:
 def span_s(arrivals: Sequence[Arrival]) -> float:
     """Seconds from the first to the last arrival."""
     return arrivals[-1].arrival_s - arrivals[0].arrival_s
+
+
+def rescale(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same arrivals stretched to a mean rate per second."""
+    span = span_s(arrivals)
+    if span <= 0:
+        raise UsageError("rate must be left out for a trace whose requests all arrive at once")
+    factor = (len(arrivals) - 1) / span / rate
+    return [a._replace(arrival_s=(a.arrival_s - arrivals[0].arrival_s) * factor) for a in arrivals]

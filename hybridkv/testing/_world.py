@@ -73,7 +73,7 @@ class World:
         self.leases: list[tuple[Any, Published]] = []
         self.trace: list[Operation] = []
         self.events: list[str] = []
-        self._due: set[tuple[Namespace, Tokens, bool]] = set()
+        self._due: set[tuple[str, Namespace, Tokens]] = set()
         self._idle_since: dict[Place, int] = {}
         self._was_idle: dict[Place, int] = {}
         self._cancelled = False
@@ -117,6 +117,8 @@ class World:
             self._expect(not self._affordable(live, due, budget, before), "HK-E5", f"hit {got.hit} of {due} published")
         self._expect(got.hit >= depth, "HK-E1", f"hit {got.hit} though what is cached reaches {depth}")
         self.events.append("hit" if got.hit else "miss")
+        unit = self.capabilities.grid_tokens or self.capabilities.block_tokens
+        self._due |= {("blocks", live.namespace, tokens[:b]) for b in range(unit, got.hit + 1, unit)}
         live.handle, live.running, live.computed, live.home = got.handle, True, got.hit, None
         if new:
             self.live.append(live)
@@ -307,7 +309,7 @@ class World:
         unit = c.grid_tokens or c.block_tokens
         last = computed if c.decode_published else min(computed, live.prompt)
         for b in range((live.computed // unit + 1) * unit, last + 1, unit):
-            self._due.add((live.namespace, live.tokens[:b], True))
+            self._due |= {(what, live.namespace, live.tokens[:b]) for what in ("blocks", "state")}
         live.computed = computed
         if live.steps and computed < step.stop:
             self._broken("HK-A0", "a short commit was accepted with later steps in flight")
@@ -590,7 +592,10 @@ class World:
             return 0
         unit = c.grid_tokens or c.block_tokens
         for depth in range((len(live.tokens) - 1) // unit * unit, 0, -unit):
-            if (live.namespace, live.tokens[:depth], True) in self._due:
+            wanted = {("blocks", live.namespace, live.tokens[:b]) for b in range(unit, depth + 1, unit)}
+            if c.grid_tokens:
+                wanted.add(("state", live.namespace, live.tokens[:depth]))
+            if wanted <= self._due:
                 return depth
         return 0
 
