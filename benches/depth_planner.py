@@ -55,22 +55,22 @@ def prefills(rows: int) -> list[float]:
 def rows() -> Iterator[dict]:
     """One row for each variant, stage and size."""
     variants = {
-        "refill": {}, "refill-pool": {"pool": True}, "refill-aged": {"planes": "aged"}, "cb": {"mode": "cb"}
+        "refill": {}, "refill pool": {"pool": True}, "refill aged": {"planes": "aged"}, "cb": {"mode": "cb"}
     }  # fmt: skip
     for name, settings in variants.items():
         for count in ROWS:
             for stage, micros in timed(planner_of(count, **settings), count).items():
-                yield row(f"{name}-{stage}", count, micros)
-    yield row("refill-pool-prefill", 64, prefills(64))
+                yield row(stage, f"rows={count} {name}", micros)
+    yield row("prefill", "rows=64 refill pool", prefills(64))
 
 
-def row(name: str, count: int, micros: list[float]) -> dict:
+def row(stage: str, shape: str, micros: list[float]) -> dict:
     return {
         "engine": "hybridkv",
-        "id": f"depth-planner-{name}",
-        "shape": f"rows={count}",
+        "id": f"depth.{stage}",
+        "shape": shape,
         "unit": "launch",
-        "us": round(statistics.fmean(micros), 2),
+        "us": round(min(micros), 2),
         "us_median": round(statistics.median(micros), 2),
     }
 

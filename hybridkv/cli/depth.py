@@ -5,12 +5,12 @@ Owns arguments, tables and files. The numbers come from `hybridkv.simulate.depth
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridkv.cli.output import parse_list, parse_seeds, print_table, progress, write_json
 from hybridkv.errors import UsageError
 from hybridkv.schedule.depth import Mode
 from hybridkv.schedule.latency import LATENCIES
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rate", metavar="R,...", help="Poisson arrivals a second, or 'trace'; without it all arrive at 0"
     )
-    parser.add_argument("--seeds", default="0", metavar="S,...", help="default: %(default)s")
+    parser.add_argument("--seeds", default="0", metavar="S,...", help="1,2 or 1-9 (default: %(default)s)")
     parser.add_argument("--requests", type=int, help="how many (default: the workload's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write plots (needs matplotlib)")
@@ -68,17 +68,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 0 on success, 2 on wrong usage."""
-    try:
-        rows = _run(args)
-    except UsageError as error:
-        print(f"hybridkv depth: {error}", file=sys.stderr)
-        return 2
+    """Run the command."""
+    views = _Views(args.trace)
+    rows = _rows(args, views)
     title = f"{args.model}, {Path(args.workload).stem}, W = {_width(args)}"
-    _print_table(rows, title)
+    _print(rows, title)
+    views.write()
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, [asdict(row) for row in rows])
     if args.plot is not None:
         from hybridkv.simulate.depth_plot import plot_rows
 
@@ -87,21 +84,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace) -> list[DepthRow]:
-    runs = _runs(_list(args.modes), _integers("k", args.k))
-    width = _width(args)
-    views = _Views(args.trace)
+def _rows(args: argparse.Namespace, views: _Views) -> list[DepthRow]:
+    runs = _runs(parse_list(args.modes, "modes"), _integers("k", args.k))
+    rates = parse_list(args.rate, "rate") if args.rate else [None]
     rows: list[DepthRow] = []
-    for seed in _integers("seeds", args.seeds):
+    for seed in parse_seeds(args.seeds):
         drawn = _requests(args, seed)
-        for rate in _list(args.rate) if args.rate else [None]:
+        for rate in rates:
             arrivals, per_second = _arrivals(drawn, rate, seed)
-            print(f"seed {seed}: {len(drawn.requests)} requests, {drawn.tokens} tokens ...", file=sys.stderr)
-            rows += compare(
-                args.model, arrivals, runs, width=width, seed=seed, rate=per_second, observe=views.observer
-            )
+            label = f"seed {seed}: {len(drawn.requests)} requests, {drawn.tokens} tokens"
+            with progress(label if rate is None else f"{label}, rate {rate}") as tell:
+                rows += compare(
+                    args.model, arrivals, runs, width=_width(args), seed=seed, rate=per_second,
+                    observe=views.observer, progress=tell,
+                )  # fmt: skip
             views.done = True
-    views.write()
     return rows
 
 
@@ -164,40 +161,19 @@ class _Views:
             write_schedules(self.tables, self.path)
 
 
-def _list(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
-
-
 def _integers(name: str, text: str) -> list[int]:
     try:
-        values = [int(item) for item in _list(text)]
-    except ValueError:
+        return [int(item) for item in parse_list(text, name)]
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(f"{name} must be integers separated by commas, got {text!r}") from None
-    if not values:
-        raise UsageError(f"{name} must name at least one integer, got {text!r}")
-    return values
 
 
-def _print_table(rows: Sequence[DepthRow], title: str) -> None:
-    shown = [c for c in COLUMNS if c == "mode" or len({getattr(row, c) for row in rows}) > 1 or c == "bound"]
-    heads = [COLUMNS[c] for c in shown]
+def _print(rows: Sequence[DepthRow], title: str) -> None:
+    shown = [c for c in COLUMNS if c in {"mode", "bound"} or len({getattr(row, c) for row in rows}) > 1]
     lines = [[_cell(getattr(row, c)) for c in shown] for row in rows]
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-        print(title)
-        for line in (heads, *lines):
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-        return
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    for head in heads:
-        table.add_column(head, justify="left" if head == "mode" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    Console().print(table)
+    print_table(title, [COLUMNS[c] for c in shown], lines)
 
 
 def _cell(value: object) -> str:

@@ -246,19 +246,27 @@ def compare(
     seed: int = 0,
     rate: float | None = None,
     observe: Callable[[str], Observer | None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[DepthRow]:
     """Simulate each (mode, K) of `runs` and set it against continuous batching and its bound.
 
-    `observe` gives each run, by name, an observer or None.
+    `observe` gives each run, by name, an observer or None; `progress` hears how many runs of how many are done.
     """
     latency = LATENCIES[model]
 
-    def played(mode: str, k: int) -> DepthRun:
-        name = f"{mode}-k{k}" if mode == "refill" else mode
-        return simulate(arrivals, config_for(mode, width, latency.max_loops, k), latency, observe(name))
+    results: dict[tuple[str, int], DepthRun] = {}
 
-    results = {(mode, k): played(mode, k) for mode, k in runs}
-    base = next((run for (mode, _), run in results.items() if mode == "cb"), None) or played("cb", 1)
+    def play(mode: str, k: int) -> DepthRun:
+        name = f"{mode}-k{k}" if mode == "refill" else mode
+        results[mode, k] = simulate(
+            arrivals, config_for(mode, width, latency.max_loops, k), latency, observe(name)
+        )
+        progress(len(results), len(runs))
+        return results[mode, k]
+
+    for mode, k in runs:
+        play(mode, k)
+    base = next((run for (mode, _), run in results.items() if mode == "cb"), None) or play("cb", 1)
     bound = bound_of(model, arrivals, base)
     return [
         _row(arrivals, run, base, bound, mode=mode, k=k, seed=seed, rate=rate)
