@@ -76,6 +76,14 @@ def test_modes_emit_the_same_tokens():
     assert all(0 < row.share_of_bound <= 1 for row in rows)
 
 
+def test_the_baseline_is_run_but_not_reported_unless_asked_for():
+    arrivals = small(60)
+    with_cb, without = (
+        compare("ouro-1.4b", arrivals, [*extra, ("refill", 1)], width=16) for extra in ([("cb", 1)], [])
+    )
+    assert with_cb[1:] == without
+
+
 def test_poisson_arrivals_are_waited_for():
     arrivals = small(60).poisson(5.0, seed=3)
     run = simulate(arrivals, DepthConfig(mode="refill", width=64, max_loops=4), OURO)
@@ -198,6 +206,7 @@ def test_command_online_and_timeline(tmp_path):
         (("--rate", "fast"), "rate must be a positive number or 'trace', got 'fast'"),
         (("--rate", "-1"), "rate must be a positive number or 'trace', got '-1'"),
         (("--rate", "trace"), "rate must be a number for a workload without arrival times, got 'trace'"),
+        (("--width", "8", "--k", "16"), "min_coda must be at most the width 8, got 16"),
         (("--k", "0"), "min_coda must be a positive integer, got 0"),
     ],
 )

@@ -234,7 +234,7 @@ class DepthRow:
 
 def config_for(mode: str, width: int, max_loops: int, k: int = 1) -> DepthConfig:
     """Section 9's planner: M = 8192, S unset, no pool."""
-    return DepthConfig(mode=Mode(mode), width=width, max_loops=max_loops, min_coda=min(k, width))
+    return DepthConfig(mode=Mode(mode), width=width, max_loops=max_loops, min_coda=k)
 
 
 def compare(
@@ -253,20 +253,14 @@ def compare(
     `observe` gives each run, by name, an observer or None; `progress` hears how many runs of how many are done.
     """
     latency = LATENCIES[model]
-
     results: dict[tuple[str, int], DepthRun] = {}
-
-    def play(mode: str, k: int) -> DepthRun:
-        name = f"{mode}-k{k}" if mode == "refill" else mode
-        results[mode, k] = simulate(
-            arrivals, config_for(mode, width, latency.max_loops, k), latency, observe(name)
-        )
-        progress(len(results), len(runs))
-        return results[mode, k]
-
     for mode, k in runs:
-        play(mode, k)
-    base = next((run for (mode, _), run in results.items() if mode == "cb"), None) or play("cb", 1)
+        config = config_for(mode, width, latency.max_loops, k)
+        watch = observe(f"{mode}-k{k}" if mode == "refill" else mode)
+        results[mode, k] = simulate(arrivals, config, latency, watch)
+        progress(len(results), len(runs))
+    base = next((run for (mode, _), run in results.items() if mode == "cb"), None)
+    base = base or simulate(arrivals, config_for("cb", width, latency.max_loops), latency)
     bound = bound_of(model, arrivals, base)
     return [
         _row(arrivals, run, base, bound, mode=mode, k=k, seed=seed, rate=rate)
