@@ -162,9 +162,11 @@ def test_recorded_gate():
 
 @pytest.mark.parametrize("lookahead", [False, True])
 @given(
-    st.lists(st.lists(st.floats(-3, 3), min_size=6, max_size=6), min_size=1, max_size=6), st.floats(0.05, 1.1)
+    st.lists(st.lists(st.floats(-3, 3), min_size=6, max_size=6), min_size=1, max_size=6),
+    st.floats(0.05, 1.1),
+    st.booleans(),
 )
-def test_a_router_gives_effective_depths(lookahead, readings, q):
+def test_a_router_gives_effective_depths(lookahead, readings, q, early):
     """Row by row the online depth is that of D2, whoever shares the batch."""
     from tests.test_depth_scenarios import batch_of
 
@@ -176,7 +178,7 @@ def test_a_router_gives_effective_depths(lookahead, readings, q):
         batch = batch_of(loop, *inside)
         if not inside:
             break
-        if lookahead:
+        if lookahead and early:
             gone = router.exits(batch)
             router.observe(batch, [readings[i][loop - 1] for _, i, _ in inside])
         else:

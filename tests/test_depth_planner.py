@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridkv.errors import UsageError
+from hybridkv.errors import UnsupportedError, UsageError
 from hybridkv.schedule.depth import DepthConfig, DepthPlanner, DepthRequest, KVPool, Stage, run_case
 
 BASE = {
@@ -170,6 +170,30 @@ def test_preemptions_and_restores_are_batches():
     launches = planner.launches
     planner.apply(restore)
     assert planner.launches == launches
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_recompute_looks_at_exits_that_came_with_apply(early):
+    """D35 without recorded depths: what left early counts, not what might have."""
+    pool = KVPool(blocks=5, block_tokens=2, preemption="recompute")
+    planner = planner_of(
+        *(DepthRequest(id=name, prompt=2, decode_tokens=5) for name in "AB"), pool=pool, width=2, open_slots=1
+    )
+
+    def serve():
+        seen = set()
+        while planner.unfinished:
+            batch = planner.plan()
+            seen.add(batch.stage)
+            first = batch.stage is Stage.RECURRENT and {row.loop for row in batch.rows} == {2}
+            planner.apply(batch, [row.request for row in batch.rows] if first and early else None)
+        return seen
+
+    if early:
+        with pytest.raises(UnsupportedError, match="recompute must not change KV"):
+            serve()
+    else:
+        assert Stage.PREEMPT in serve()
 
 
 def test_a_planner_that_idles_takes_new_work():
