@@ -10,7 +10,7 @@ CHECKS := $(VENV)/.ready-checks
 export OPENBLAS_NUM_THREADS := 1
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test check format bench nightly clean
+.PHONY: help demo test check format bench reproduce nightly clean
 help:  ## say what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -45,6 +45,9 @@ format: $(CHECKS)  ## let ruff rewrite the files
 
 bench: $(READY)  ## benches; medians as a table, rows as benches/results.jsonl
 	@$(BIN)/python -m benches $(ARGS)
+
+reproduce: $(READY)  ## the shape checks of depth batching, about 5 minutes; writes docs/reproduction.md
+	@$(BIN)/python -m benches.reproduce $(ARGS)
 
 nightly: $(READY)  ## the long searches, with their numbers printed
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m nightly -s $(ARGS)
