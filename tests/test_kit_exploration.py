@@ -41,15 +41,8 @@ def test_every_operation_in_other_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_request_exhausted(name: str) -> None:
-    """All there is with one request at a time, one prompt and its prefix."""
-    scope = Scope(
-        operations=PLAIN | {"preempt", "resume", "short"} - {"serve"},
-        prompts=((0, 0), (0, 0, 1)),
-        max_live=1,
-        max_tokens=4,
-        max_depth=40,
-        seconds=600,
-    )
+    """All there is with one request at a time, one prompt, one step in flight, and chunks below a block."""
+    scope = Scope(operations=PLAIN - {"serve"}, prompts=((0, 0, 1),), max_live=1, max_tokens=3, max_flights=1, max_depth=60, seconds=600)
     report = explore(make_cache, [Shape(SHAPES[name][0], scope)])
     print(f"\n{name}, one request: {report}")
     if report.error is not None:
