@@ -18,7 +18,9 @@ from hybridkv.testing.cache_adapter import CacheSpec, make_cache
 from hybridkv.testing.geometries import ORGANIZATIONS
 
 
-def build(name: str = "s2", pages: int | tuple[int, ...] = 64, *, policy: CachePolicy | None = None, **shape: Any) -> HybridCache:
+def build(
+    name: str = "s2", pages: int | tuple[int, ...] = 64, *, policy: CachePolicy | None = None, **shape: Any
+) -> HybridCache:
     organization = tiny_organization(name, **shape)
     counts = (pages,) * len(organization.pools) if isinstance(pages, int) else pages
     named = dict(zip((p.name for p in organization.pools), counts, strict=True))
@@ -120,7 +122,7 @@ def test_a8_resumes_at_the_deepest_shared_boundary() -> None:
     """ck(100) and ck(200) of one sequence; a request shares 150 tokens and starts from 100."""
     cache = build(block_tokens=50, grid_tokens=100)
     serve(cache, "a", prefix(201))
-    r, answer = start(cache, "b", prefix(150) + prefix(60, seed=3))
+    _r, answer = start(cache, "b", prefix(150) + prefix(60, seed=3))
     assert answer.cached == 100
     assert answer.plan.source is not None
     assert answer.plan.source.position == 100
@@ -133,7 +135,7 @@ def test_a14_boundaries_lie_on_the_states_own_grid() -> None:
     with pytest.raises(UsageError, match="grid_tokens must be a multiple of block_tokens"):
         build(block_tokens=816, grid_tokens=1648)
     cache = build(block_tokens=824, grid_tokens=1648)
-    r, answer = start(cache, "r", prefix(5000))
+    _r, answer = start(cache, "r", prefix(5000))
     assert [w.position for w in answer.plan.writes] == [1648, 3296, 4944]
     cut = cache.request("cut", prefix(5000, seed=2))
     admitted = cache.admit(cut, budget=4096, cut=True)
@@ -286,7 +288,7 @@ def test_c9_everything_comes_back(name: str) -> None:
 
 def test_c10_id_0_is_ordinary() -> None:
     cache = build("s0", pages=5)
-    r, answer = start(cache, "r", prefix(3))
+    _r, answer = start(cache, "r", prefix(3))
     assert 0 in answer.plan.attention
     world = World(make_cache, CacheSpec(organization="nested", pages=(4,)))
     world.do(("serve", (0, 0, 1), None))
@@ -316,7 +318,12 @@ def test_d3_padding_needs_no_slot_and_no_request_twice() -> None:
     answer = cache.extend_many(rs[:5], [4] * 5)
     assert answer.refused == {}
     parked = {int(line) for r in rs[5:] for s in r.states() for line in s.units[StateKind.CONV].ravel()}
-    written = [int(line) for p in answer.plans.values() if p.destination for line in p.destination.units[StateKind.CONV].ravel()]
+    written = [
+        int(line)
+        for p in answer.plans.values()
+        if p.destination
+        for line in p.destination.units[StateKind.CONV].ravel()
+    ]
     assert parked.isdisjoint(written)
     assert len(written) == len(set(written))
     with pytest.raises(UsageError, match="each request once"):
@@ -431,7 +438,9 @@ def test_g2_ranks_have_the_same_page_ids_and_sections_cut_by_themselves(preset: 
         r, answer = start(cache, "r", prefix(1300))
         cache.commit(r, 1300)
         states = [w.state.units for w in answer.plan.writes]
-        plans.append((answer.plan.attention.tolist(), [{k: u.tolist() for k, u in units.items()} for units in states]))
+        plans.append(
+            (answer.plan.attention.tolist(), [{k: u.tolist() for k, u in units.items()} for units in states])
+        )
     assert plans[0] == plans[1]
     assert whole.recurrent is not None
     half = whole.shard(2).recurrent
@@ -451,7 +460,9 @@ def test_g3_a_leased_state_is_not_reused_before_its_copy_ends() -> None:
         r = cache.request(i, prefix(3, seed=i + 5))
         answer = cache.admit(r)
         if isinstance(answer, Admitted):
-            taken = {int(u) for s in r.states() for _, ids in s for u in ids.ravel()} | set(answer.plan.attention.ravel().tolist())
+            taken = {int(u) for s in r.states() for _, ids in s for u in ids.ravel()} | set(
+                answer.plan.attention.ravel().tolist()
+            )
             assert page not in taken
             cache.commit(r, 3)
         cache.release(r)

@@ -5,19 +5,23 @@ Owns shapes for tests. The six named ones place states as the real ones do; thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridkv.alloc.organization import Organization, Placement, Pool, StateKind
 from hybridkv.errors import UsageError
 from hybridkv.geometry import ModelGeometry
 from hybridkv.geometry.specs import AttentionSpec, RecurrentKind, RecurrentSpec
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 KV_BYTES = 16  # of a token
 ORGANIZATIONS = ("s0", "s1", "s2", "d0", "striped", "nested")
-STATE_BYTES = 128  # room for any tiny state with its convolution state, so that the number of pages is a free choice
+STATE_BYTES = (
+    128  # room for any tiny state with its convolution state, so that the number of pages is a free choice
+)
 
 
 def tiny_geometry(
@@ -67,11 +71,15 @@ def tiny_organization(
     page = max(STATE_BYTES, KV_BYTES * block_tokens * slots)
     split = name == "d0"
     states = "recurrent" if split else "shared"
-    slot: dict[str, int] = {"slot_bytes": page // slots}
+    slot: dict[str, Any] = {"slot_bytes": page // slots}
     places: dict[StateKind, Placement] = {}
     if g.attention is not None:
-        where: dict[str, Any] = {"pool": "attention" if split else "shared", "payload_bytes": KV_BYTES * block_tokens}
-        places[StateKind.ATTENTION] = Placement(**where, **(slot if name == "nested" else {"pages": 1}))
+        where: dict[str, Any] = {
+            "pool": "attention" if split else "shared",
+            "payload_bytes": KV_BYTES * block_tokens,
+        }
+        where |= slot if name == "nested" else {"pages": 1}
+        places[StateKind.ATTENTION] = Placement(**where)
     if g.recurrent is not None:
         places |= _recurrent(name, g, states, members, slot)
         if window:
@@ -90,7 +98,7 @@ def tiny_organization(
 
 
 def _recurrent(
-    name: str, g: ModelGeometry, pool: str, members: int, slot: Mapping[str, int]
+    name: str, g: ModelGeometry, pool: str, members: int, slot: Mapping[str, Any]
 ) -> dict[StateKind, Placement]:
     """Composite in one kind of page, or the convolution state in a page or slot of its own."""
     ssm = Placement(pool=pool, payload_bytes=g.ssm_bytes, pages=members)
