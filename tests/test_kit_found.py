@@ -98,7 +98,10 @@ FOUND: dict[str, tuple[CacheSpec, list[tuple[Any, ...]]]] = {
     # HK-B5: the same mistake with replay decode: no window for inputs behind the truncated prompt
     "truncated below the prompt, then replayed": (
         CacheSpec(
-            organization="s0", pages=(8,), shape=shape(window=True, chunk_tokens=2, grid_tokens=4), decode="replay"
+            organization="s0",
+            pages=(8,),
+            shape=shape(window=True, chunk_tokens=2, grid_tokens=4),
+            decode="replay",
         ),
         [
             ("admit", FIVE, None, 3),

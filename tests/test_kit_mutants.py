@@ -2,18 +2,19 @@
 
 import pytest
 
-from hybridkv.testing import RULES
-from hybridkv.testing.mutants import MUTANTS, SPECS, UNREACHABLE, kill, main
-from hybridkv.testing import Shape, explore
+from hybridkv.testing import RULES, Shape, explore
 from hybridkv.testing._explore import Scope
 from hybridkv.testing.cache_adapter import make_cache
+from hybridkv.testing.mutants import MUTANTS, SPECS, UNREACHABLE, kill, main
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_dies(name: str) -> None:
     report = kill(MUTANTS[name], seconds=120)
     assert report.error is not None, f"{name} survived: {report}"
-    print(f"\n{name}: {report.error.rule}, {len(report.error.trace)} operations, {1000 * report.seconds:.0f} ms")
+    print(
+        f"\n{name}: {report.error.rule}, {len(report.error.trace)} operations, {1000 * report.seconds:.0f} ms"
+    )
     assert report.error.rule in MUTANTS[name].expects, report.error
 
 
@@ -25,7 +26,11 @@ def test_every_rule_kills_a_mutant() -> None:
 
 def test_the_first_rule_named_is_the_one_that_speaks() -> None:
     """What the test above relies on, for the rules that only one mutant stands for."""
-    for name in ("commit reorders the table", "second step starts from the checkpoint again", "salt is forgotten"):
+    for name in (
+        "commit reorders the table",
+        "second step starts from the checkpoint again",
+        "salt is forgotten",
+    ):
         report = kill(MUTANTS[name], seconds=120)
         assert report.error is not None
         assert report.error.rule == MUTANTS[name].expects[0]

@@ -523,8 +523,10 @@ class HybridCache:
             self.counters["published_checkpoints"] += 1
 
     def _leave(self, r: Request) -> None:
-        """Give everything back. Where an equal copy was published first and has been lost since, ours takes its place:
-        else what we leave behind it could never be found (I11).
+        """Give everything back.
+
+        Where an equal copy was published first and has been lost since, ours takes its place: else what we leave
+        behind it could never be found (I11).
         """
         for k in range(r.published):
             self._publish_block(r, k)

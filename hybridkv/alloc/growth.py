@@ -129,7 +129,7 @@ class Growth:
         else:
             source = self.state_at(r, start)
             destination = writes[-1].state if writes and writes[-1].position == stop else running
-        return Plan(r.handle, start, stop, table, source, destination, writes, r.window, copies)  # type: ignore[arg-type]
+        return Plan(r.handle, start, stop, table, source, destination, writes, r.window, copies)
 
     def state_at(self, r: Request, position: int) -> Checkpoint | None:
         """The checkpoint that holds, or will hold, the state at `position`; None for the zeros at the start."""

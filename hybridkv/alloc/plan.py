@@ -44,15 +44,17 @@ class Plan(NamedTuple):
     start: int
     stop: int
     attention: NDArray[np.int32]
-    source: Checkpoint | None = None
-    destination: Checkpoint | None = None
+    source: State | None = None
+    destination: State | None = None
     writes: tuple[Write, ...] = ()
     window: State | None = None
     copies: tuple[Copy, ...] = ()
 
     def home(self, computed: int) -> State | None:
-        """Where the state at `computed`, in (start, stop], belongs: the first kept boundary not before it, which is
-        then still in progress, else the destination. A running state of its own dtype is always the destination.
+        """Where the state at `computed`, in (start, stop], belongs.
+
+        In the first kept boundary not before it, which is then still in progress, else in the destination. A running
+        state of its own dtype is always the destination.
         """
         if self.destination is not None and StateKind.LIVE in self.destination.units:
             return self.destination

@@ -136,8 +136,9 @@ class SlotPool:
                 self._free_slot(slab, slot)
 
     def dependants(self, page: int) -> list[object]:
-        """Everything that must leave the index before this slab's page goes elsewhere (I3), each once: a state of
-        several layer groups may have several slots here.
+        """Everything that must leave the index before this slab's page goes elsewhere (I3).
+
+        Each once: a state of several layer groups may have several slots here.
         """
         return list(dict.fromkeys(owner for owner in self.slabs[page].owners if owner is not None))
 

@@ -29,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Explore, print a table, write a report; 1 where a rule is broken, 2 where the call is wrong."""
     parser = argparse.ArgumentParser(prog="python -m hybridkv.testing", description=main.__doc__)
     parser.add_argument("factory", help="module:function, which builds an adapter from a spec")
-    parser.add_argument("--specs", default="specs", help="name in the module that lists specs (default: specs)")
+    parser.add_argument(
+        "--specs", default="specs", help="name in the module that lists specs (default: specs)"
+    )
     parser.add_argument("--scope", choices=SCOPES, default="small")
     parser.add_argument("--seconds", type=float, help="budget, instead of the scope's")
     parser.add_argument("--report", type=Path, help="where to write JSON")

@@ -101,8 +101,10 @@ class Truncated(NamedTuple):
 
 
 class View(NamedTuple):
-    """Everything that a request holds: the unit of each reserved block by group, states that its steps may write,
-    and states that they only read."""
+    """Everything that a request holds.
+
+    The unit of each reserved block by group, states that its steps may write, and states that they only read.
+    """
 
     tables: tuple[tuple[Place, ...], ...]
     running: tuple[State, ...]
@@ -188,7 +190,9 @@ class AllocatorAdapter(Protocol):
 
     capabilities: Capabilities
 
-    def admit(self, tokens: Tokens, *, namespace: Namespace = None, budget: int | None = None) -> Admitted | Refused:
+    def admit(
+        self, tokens: Tokens, *, namespace: Namespace = None, budget: int | None = None
+    ) -> Admitted | Refused:
         """Start a request; its first step, where planned here, has at most `budget` tokens. Refused: nothing changed."""
         ...
 
@@ -224,8 +228,8 @@ class AllocatorAdapter(Protocol):
         """End the request, at any moment of its life."""
         ...
 
-    def extend_many(self, steps: tuple[tuple[Any, int], ...]) -> list[Step | Refused]:
-        """`extend` for several requests in one call."""
+    def extend_many(self, steps: tuple[tuple[Any, int], ...]) -> list[Step | Refused | None]:
+        """`extend` for several requests in one call; None: in place, on what the last step named."""
         ...
 
     def commit_many(self, steps: tuple[tuple[Any, int, Tokens], ...]) -> None:

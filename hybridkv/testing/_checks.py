@@ -15,7 +15,9 @@ Broken = Iterator[tuple[str, str]]
 Demand = Sequence[tuple[tuple[Line, ...], int]]
 
 
-def partition(owned: Owned, pools: Iterable[tuple[str, int]], users: set[Place], *, cancelled: bool) -> Broken:
+def partition(
+    owned: Owned, pools: Iterable[tuple[str, int]], users: set[Place], *, cancelled: bool
+) -> Broken:
     """A1, A2, A3, G1: every page is exactly one of free, cached and held, whole or slot by slot.
 
     `users` are the places that some view or lease names; what is held by nobody is lost.
@@ -36,7 +38,7 @@ def partition(owned: Owned, pools: Iterable[tuple[str, int]], users: set[Place],
     for name, size in pools:
         for page in range(size):
             widths = cut.get((name, page), set())
-            if (name, page) in whole and widths or len(widths) > 1:
+            if ((name, page) in whole and widths) or len(widths) > 1:
                 yield "HK-A3", f"page {page} of {name} is whole and cut, or cut twice"
             slots = next(iter(widths), 1)
             if lost := [s for s in range(slots) if Place(name, page, s, slots) not in known]:

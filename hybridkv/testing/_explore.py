@@ -86,13 +86,18 @@ def choices(world: World, scope: Scope) -> Iterator[Operation]:
             if "fork" in ops and c.fork and len(world.live) < scope.max_live:
                 yield ("fork", i)
             if "truncate" in ops and c.truncate:
-                yield from (("truncate", i, n) for n in sorted({1, live.computed - 1, len(live.tokens) - 1} - {0}))
+                yield from (
+                    ("truncate", i, n) for n in sorted({1, live.computed - 1, len(live.tokens) - 1} - {0})
+                )
         if "preempt" in ops and c.preempt and live.running:
             yield ("preempt", i)
         yield ("release", i)
-    if "round" in ops and c.batch and any(r.running and not r.steps and r.computed < len(r.tokens) for r in world.live):
-        if all(len(r.tokens) < scope.max_tokens for r in world.live):
-            yield ("round", 1)
+    if (
+        "round" in ops
+        and c.batch
+        and any(r.running and not r.steps and r.computed < len(r.tokens) for r in world.live)
+    ) and all(len(r.tokens) < scope.max_tokens for r in world.live):
+        yield ("round", 1)
     if "serve" in ops and len(world.live) < scope.max_live:
         yield from (("serve", tokens, None) for tokens in scope.prompts)
     if "lease" in ops and c.lease:
@@ -215,7 +220,9 @@ class _Search:
             twin = again()
             twin.singly(operation)
             if twin.sut.fingerprint() != world.sut.fingerprint():
-                raise ConformanceError("HK-H3", "a batch differs from single calls", self.spec, tuple(world.trace))
+                raise ConformanceError(
+                    "HK-H3", "a batch differs from single calls", self.spec, tuple(world.trace)
+                )
         return world
 
     def _replay(self, path: tuple[Operation, ...]) -> World:
@@ -261,7 +268,18 @@ def with_(scope: Scope, **changes: Any) -> Scope:
     return replace(scope, **changes)
 
 
-__all__ = ["EVERYTHING", "PLAIN", "PROMPTS", "SMALL", "Make", "Namespace", "Report", "Scope", "Shape", "explore"]
+__all__ = [
+    "EVERYTHING",
+    "PLAIN",
+    "PROMPTS",
+    "SMALL",
+    "Make",
+    "Namespace",
+    "Report",
+    "Scope",
+    "Shape",
+    "explore",
+]
 
 
 def _short(start: int, stop: int) -> list[int]:

@@ -7,10 +7,12 @@ layout (cut in slots, or not) forgets what it held, as real bytes would. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.testing._adapter import Namespace, Part, Place, Tokens
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from hybridkv.testing._adapter import Namespace, Part, Place, Tokens
 
 
 class Meaning(NamedTuple):

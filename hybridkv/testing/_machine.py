@@ -6,23 +6,41 @@ other things than one that does everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
 from hypothesis import event
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridkv.testing._adapter import AllocatorAdapter
-from hybridkv.testing._rules import Operation
 from hybridkv.testing._world import Live, World
 from hybridkv.testing.strategies import prompts, small, tokens
 
-KINDS = ("admit", "extend", "commit", "short", "abandon", "preempt", "fork", "truncate", "release", "round", "lease", "fail")
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hybridkv.testing._adapter import AllocatorAdapter
+    from hybridkv.testing._rules import Operation
+
+KINDS = (
+    "admit",
+    "extend",
+    "commit",
+    "short",
+    "abandon",
+    "preempt",
+    "fork",
+    "truncate",
+    "release",
+    "round",
+    "lease",
+    "fail",
+)
 MAX_LIVE, MAX_TOKENS, MAX_FLIGHTS = 4, 24, 3
 
 
-def machine(make: Callable[[Any], AllocatorAdapter], specs: st.SearchStrategy[Any]) -> type[RuleBasedStateMachine]:
+def machine(
+    make: Callable[[Any], AllocatorAdapter], specs: st.SearchStrategy[Any]
+) -> type[RuleBasedStateMachine]:
     """A state machine class for allocators that `make` builds from what `specs` draws."""
 
     class AllocatorMachine(RuleBasedStateMachine):
@@ -32,7 +50,9 @@ def machine(make: Callable[[Any], AllocatorAdapter], specs: st.SearchStrategy[An
         def boot(self, spec: Any, weights: list[int]) -> None:
             self.world = World(make, spec)
             self.seen: list[tuple[int, ...]] = []
-            self.deck = [kind for kind, weight in zip(KINDS, weights, strict=True) for _ in range(weight)] or ["admit"]
+            self.deck = [
+                kind for kind, weight in zip(KINDS, weights, strict=True) for _ in range(weight)
+            ] or ["admit"]
             self.deck += ["admit", "commit", "extend"]
 
         @precondition(lambda self: len(self.world.live) < MAX_LIVE)
@@ -100,7 +120,16 @@ def choose(world: World, kind: str, i: int, n: int, token: int) -> Operation | N
         return None if k is None else (("commit", k, None, token) if kind == "commit" else ("abandon", k))
     if kind == "short" and c.short_commit:
         k = pick(lambda r: len(r.steps) == 1 and r.steps[0].stop - r.steps[0].start > 1)
-        return None if k is None else ("commit", k, live[k].steps[0].start + 1 + n % (live[k].steps[0].stop - live[k].steps[0].start - 1), token)
+        return (
+            None
+            if k is None
+            else (
+                "commit",
+                k,
+                live[k].steps[0].start + 1 + n % (live[k].steps[0].stop - live[k].steps[0].start - 1),
+                token,
+            )
+        )
     if kind == "preempt" and c.preempt:
         waiting = pick(lambda r: not r.running)
         if waiting is not None and n % 3:
@@ -114,7 +143,7 @@ def choose(world: World, kind: str, i: int, n: int, token: int) -> Operation | N
         k = pick(lambda r: r.running and not r.steps and r.computed > 0)
         return None if k is None else ("truncate", k, max(1, len(live[k].tokens) - 1 - n))
     if kind == "release":
-        k = pick(lambda r: True)
+        k = pick(lambda _: True)
         return None if k is None else ("release", k)
     return None
 

@@ -5,9 +5,10 @@ Owns words, and the error that cites them. How each rule is checked from outside
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridkv.testing._adapter import Capabilities
+if TYPE_CHECKING:
+    from hybridkv.testing._adapter import Capabilities
 
 Operation = tuple[Any, ...]
 
@@ -39,10 +40,14 @@ RULES: dict[str, Rule] = {
     "HK-B4": Rule("a hit leaves at least one token to compute", ("I1",), CACHE),
     "HK-B5": Rule("nothing reads memory that nobody wrote", ("I7",)),
     "HK-B6": Rule("what is published was written and holds what its key says", ("I7", "I9"), CACHE),
-    "HK-C1": Rule("a checkpoint is found only while all its parts are valid for one boundary", ("I1",), STATE),
+    "HK-C1": Rule(
+        "a checkpoint is found only while all its parts are valid for one boundary", ("I1",), STATE
+    ),
     "HK-C2": Rule("a hit restores the state of the same boundary as the pages", ("I1",), STATE),
     "HK-C3": Rule("before a part is handed out, what depends on it leaves the index", ("I3",), CACHE),
-    "HK-C4": Rule("truncation brings every part to one position, or changes nothing", ("I1", "I6"), ("truncate",)),
+    "HK-C4": Rule(
+        "truncation brings every part to one position, or changes nothing", ("I1", "I6"), ("truncate",)
+    ),
     "HK-C5": Rule("a hit is valid in every layer group", ("I1", "I11"), CACHE),
     "HK-D1": Rule("no copy reads what an earlier one overwrote, and none copies onto itself", ("I12",)),
     "HK-D2": Rule("nobody writes what somebody else relies on", ("I8",)),
@@ -53,7 +58,9 @@ RULES: dict[str, Rule] = {
     "HK-E2": Rule("nothing is refused while enough is free or reclaimable", ("I11",), ("promises_room",)),
     "HK-E3": Rule("nothing is reclaimed while enough is free", ("I11",), CACHE),
     "HK-E4": Rule("reclaim follows the declared order", ("I12",), ("reclaim_order",)),
-    "HK-E5": Rule("an identical prompt, resent before a reclaim, hits its last usable boundary", ("I11",), CACHE),
+    "HK-E5": Rule(
+        "an identical prompt, resent before a reclaim, hits its last usable boundary", ("I11",), CACHE
+    ),
     "HK-F1": Rule("namespaces never share", ("I9",), ("namespaces",)),
     "HK-F2": Rule("with a weak hash contents still hold", ("I9",), ("weak_hash",)),
     "HK-F3": Rule("identity covers the whole prefix, not its last block", ("I9",), CACHE),

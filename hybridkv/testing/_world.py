@@ -11,9 +11,8 @@ has not run yet. Knows nothing of how an allocator works inside, or of how opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridkv.testing import _checks as checks
 from hybridkv.testing._adapter import (
@@ -35,6 +34,9 @@ from hybridkv.testing._adapter import (
 )
 from hybridkv.testing._ghost import GhostMemory, Meaning
 from hybridkv.testing._rules import ConformanceError, Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
 
 ZERO = Meaning(Part("zero"), None, ())
 DECODED = 1 << 20  # tokens whose states an `update` decode made have a meaning of their own (I9)
@@ -122,7 +124,14 @@ class World:
         self._begun(live, got, budget, before, print_before, new=False)
 
     def _begun(
-        self, live: Live, got: Admitted | Refused, budget: int | None, before: Owned, print_before: Hashable, *, new: bool
+        self,
+        live: Live,
+        got: Admitted | Refused,
+        budget: int | None,
+        before: Owned,
+        print_before: Hashable,
+        *,
+        new: bool,
     ) -> None:
         """Admission answered: usefulness and availability, then what the hit really holds."""
         tokens = live.tokens
@@ -134,7 +143,9 @@ class World:
         self._expect(got.hit >= depth, "HK-E1", f"hit {got.hit} though what is cached reaches {depth}")
         due = self._last_due(live)
         if due > got.hit:
-            self._expect(not self._affordable(live, due, budget, before), "HK-E5", f"hit {got.hit} of {due} published")
+            self._expect(
+                not self._affordable(live, due, budget, before), "HK-E5", f"hit {got.hit} of {due} published"
+            )
         self.events.append("hit" if got.hit else "miss")
         unit = self.capabilities.grid_tokens or self.capabilities.block_tokens
         self._due |= {("blocks", live.namespace, tokens[:b]) for b in range(unit, got.hit + 1, unit)}
@@ -189,18 +200,27 @@ class World:
         before = self._print()
         self._raises("HK-A2", "a second release", before, lambda: self.sut.release(live.handle))
         stop = live.planned + 1
-        self._raises("HK-F4", "extending a released request", before, lambda: self.sut.extend(live.handle, stop))
+        self._raises(
+            "HK-F4", "extending a released request", before, lambda: self.sut.extend(live.handle, stop)
+        )
 
     def _fork(self, i: int) -> None:
         live, before, print_before = self.live[i], self.sut.owned(), self._print()
         got = self.sut.fork(live.handle)
         if isinstance(got, Refused):
             c = self.capabilities
-            copies = ((c.attention, 1), (c.checkpoint, 0 if c.live else 1), (c.live, 1), (c.window, int(c.replay)))
+            copies = (
+                (c.attention, 1),
+                (c.checkpoint, 0 if c.live else 1),
+                (c.live, 1),
+                (c.window, int(c.replay)),
+            )
             self._refused(print_before, got, possible=checks.fits(c.pools, before, copies))
             return
         self._operate(got.step.before)
-        child = Live(got.handle, live.namespace, live.tokens, live.marks, live.prompt, live.computed, origin="HK-G4")
+        child = Live(
+            got.handle, live.namespace, live.tokens, live.marks, live.prompt, live.computed, origin="HK-G4"
+        )
         child.home, child.window, child.tables = got.step.source, got.step.window, got.step.tables
         live.origin = "HK-G4"
         self.live.append(child)
@@ -213,7 +233,9 @@ class World:
         if isinstance(got, Refused):
             self._refused(print_before, got, possible=False)
             return
-        self._expect(got.computed <= tokens, "HK-C4", f"truncated to {tokens}, yet {got.computed} are computed")
+        self._expect(
+            got.computed <= tokens, "HK-C4", f"truncated to {tokens}, yet {got.computed} are computed"
+        )
         self._operate(got.step.before)
         live.tokens, live.marks = live.tokens[:tokens], live.marks[:tokens]
         live.prompt, live.computed, live.origin = min(live.prompt, tokens), got.computed, "HK-C4"
@@ -276,7 +298,9 @@ class World:
         try:
             getattr(self, f"_{operation[0]}")(*operation[1:])
         except CallbackError:
-            self._expect(self._print() == before, "HK-G6", f"{operation} failed in a callback and left traces")
+            self._expect(
+                self._print() == before, "HK-G6", f"{operation} failed in a callback and left traces"
+            )
             self.ghost.restore(memory)
             for live, old in zip(self.live, marks, strict=True):
                 live.marks = old
@@ -292,7 +316,9 @@ class World:
         relied = set() if self.quiet else self._relied(live)
         first = step.start // self.capabilities.block_tokens
         clash = {p for row in step.tables for p in row[first:]} & relied
-        if written := {id_ for id_ in fresh for p in self.sut.published() for _, id_ in p.state if id_ in fresh}:
+        if written := {
+            id_ for id_ in fresh for p in self.sut.published() for _, id_ in p.state if id_ in fresh
+        }:
             self._broken("HK-C3", f"handed out and still in the index: {sorted(written)}")
         self._expect(not clash, "HK-D2", f"a step is to write {sorted(clash)}, which others rely on")
         self._reclaimed(before, fresh)
@@ -316,7 +342,9 @@ class World:
         self._operate(step.before)
         self._read_state(live, step)
         tokens = live.tokens + new
-        marks = live.marks + tuple(self._mark(live, p, tokens[p]) for p in range(len(live.marks), len(tokens)))
+        marks = live.marks + tuple(
+            self._mark(live, p, tokens[p]) for p in range(len(live.marks), len(tokens))
+        )
         self._read_blocks(live, step, marks)
         self._write_blocks(live, step, computed, marks)
         self._write_states(live, step, computed, marks)
@@ -369,7 +397,9 @@ class World:
             want = live.marks[:fold]
             rule = "HK-B5" if got is None else "HK-D3" if step.start == 0 else "HK-B3"
             ok = got == (Meaning(part, live.namespace, want) if step.start else ZERO)
-            self._expect(ok, rule, f"a step from {step.start} reads {part} at {place} and finds {got}, not {want}")
+            self._expect(
+                ok, rule, f"a step from {step.start} reads {part} at {place} and finds {got}, not {want}"
+            )
         for p in range(fold, step.start):
             self._expect_window(live, step.window, p)
 
@@ -378,7 +408,9 @@ class World:
         for part, place in window or ():
             got = self.ghost.read(place, offset)
             want = Meaning(part, live.namespace, live.marks[: position + 1])
-            self._expect(got == want, live.origin or "HK-B3", f"the window holds {got} for position {position}")
+            self._expect(
+                got == want, live.origin or "HK-B3", f"the window holds {got} for position {position}"
+            )
         self._expect(bool(window), "HK-B5", f"no window holds the inputs of position {position}")
 
     def _read_blocks(self, live: Live, step: Step, marks: Tokens) -> None:
@@ -412,7 +444,9 @@ class World:
         if not end and not kept:
             return
         if self._fold(live, computed) < computed and self.capabilities.replay:
-            self._expect(step.window is not None, "HK-B5", f"a step to {computed} has no window for its inputs")
+            self._expect(
+                step.window is not None, "HK-B5", f"a step to {computed} has no window for its inputs"
+            )
         for position, state in [*kept, *end]:
             for part, place in state or ():
                 self._expect(place not in relied, "HK-D2", f"a step writes {place}, which others rely on")
@@ -482,7 +516,9 @@ class World:
             for part, place, offset in self._cells(view.tables, p):
                 got = self.ghost.read(place, offset)
                 want = Meaning(part, live.namespace, live.marks[: p + 1])
-                self._expect(got == want, live.origin or "HK-B1", f"position {p} holds {got} at {place}, not {want}")
+                self._expect(
+                    got == want, live.origin or "HK-B1", f"position {p} holds {got} at {place}, not {want}"
+                )
         if self.capabilities.grid_tokens and live.computed:
             self._expect(live.home is not None, live.origin or "HK-B3", f"no state at {live.computed}")
             fold = self._fold(live, live.computed)
@@ -490,14 +526,18 @@ class World:
                 got = self.ghost.read(place)
                 want = Meaning(part, live.namespace, live.marks[:fold])
                 same = got is not None and (got.namespace, got.tokens) == want[1:] and got.part == part
-                self._expect(same, live.origin or "HK-B3", f"the state at {live.computed} holds {got}, not {want}")
+                self._expect(
+                    same, live.origin or "HK-B3", f"the state at {live.computed} holds {got}, not {want}"
+                )
                 self._expect(place in owned.held, "HK-D4", f"the running state's {place} is not held")
             for p in range(fold, live.computed):
                 self._expect_window(live, live.window, p)
         for step in live.steps:
             states = [step.source, step.destination, step.window, *(s for _, s in step.writes)]
             places = {p for s in states if s for _, p in s} | {p for row in step.tables for p in row}
-            self._expect(places <= owned.held, "HK-D4", f"a plan relies on {sorted(places - owned.held)}, not held")
+            self._expect(
+                places <= owned.held, "HK-D4", f"a plan relies on {sorted(places - owned.held)}, not held"
+            )
 
     def check_plan(self, step: Step, stop: int) -> None:
         """D5: ids exist, and the plan covers its tokens."""
@@ -508,7 +548,11 @@ class World:
         need = -(-stop // self.capabilities.block_tokens)
         for line in self.capabilities.attention:
             rows = len(step.tables) == line.groups and all(len(row) >= need for row in step.tables)
-            self._expect(rows, "HK-D5", f"a plan to {stop} has tables {step.tables}, not {line.groups} of {need} blocks")
+            self._expect(
+                rows,
+                "HK-D5",
+                f"a plan to {stop} has tables {step.tables}, not {line.groups} of {need} blocks",
+            )
 
     def _check_hit(self, live: Live, step: Step, hit: int) -> None:
         """B2, C1, C2, C5, D3, F1-F3: the hit holds what was promised, in every group and part."""
@@ -516,11 +560,16 @@ class World:
         wrong: dict[int, tuple[str, str]] = {}
         for p in range(hit):
             for part, place, offset in self._cells(step.tables, p):
-                got, want = self.ghost.read(place, offset), Meaning(part, live.namespace, live.tokens[: p + 1])
+                got, want = (
+                    self.ghost.read(place, offset),
+                    Meaning(part, live.namespace, live.tokens[: p + 1]),
+                )
                 if got != want:
                     width = c.block_tokens - (c.block_tokens - 1 - offset)
                     rule = checks.wrong_hit(got, want, "HK-B2", weak_hash=c.weak_hash, width=width)
-                    wrong.setdefault(part.group, (rule, f"hit {hit}, but position {p} holds {got} in group {part.group}"))
+                    wrong.setdefault(
+                        part.group, (rule, f"hit {hit}, but position {p} holds {got} in group {part.group}")
+                    )
         if wrong:
             some = 0 < len(wrong) < len(step.tables)
             rule, message = next(iter(wrong.values()))
@@ -533,7 +582,10 @@ class World:
             self._expect(zero, live.origin or "HK-D3", f"a miss starts from {step.source}")
             return
         self._expect(step.source is not None, "HK-C2", f"hit {hit} without a state")
-        pairs = [(self.ghost.read(p), Meaning(part, live.namespace, live.tokens[:hit])) for part, p in step.source or ()]
+        pairs = [
+            (self.ghost.read(p), Meaning(part, live.namespace, live.tokens[:hit]))
+            for part, p in step.source or ()
+        ]
         bad = [(got, want) for got, want in pairs if got != want]
         if bad:
             rule = "HK-C2" if len(bad) == len(pairs) else "HK-C1"
@@ -546,13 +598,17 @@ class World:
             offset = self.capabilities.block_tokens - 1 if entry.attention else 0
             cells = [(part, place, self.ghost.read(place, offset)) for part, place in entry.state]
             bad = [
-                (place, got) for part, place, got in cells if got != Meaning(part, entry.namespace, entry.tokens)
+                (place, got)
+                for part, place, got in cells
+                if got != Meaning(part, entry.namespace, entry.tokens)
             ]
             if bad:
                 rule = "HK-C1" if len(bad) < len(cells) and not entry.attention else "HK-B6"
                 c, want = self.capabilities, Meaning(cells[0][0], entry.namespace, entry.tokens)
                 rule = checks.wrong_hit(bad[0][1], want, rule, weak_hash=c.weak_hash, width=c.block_tokens)
-                self._broken(rule, f"published for {entry.tokens} in {entry.namespace}: {bad[0][0]} holds {bad[0][1]}")
+                self._broken(
+                    rule, f"published for {entry.tokens} in {entry.namespace}: {bad[0][0]} holds {bad[0][1]}"
+                )
             missing = [place for _, place, _ in cells if place not in owned.cached]
             self._expect(not missing, "HK-C1", f"found in the index, but {missing} are not marked so")
 
@@ -657,7 +713,9 @@ class World:
         rest = set(owned.cached | owned.held)
         whole = {Place(name, page) for name, size in self.capabilities.pools for page in range(size)}
         ok = not rest and set(owned.free) == whole and len(owned.free) == len(whole)
-        self._expect(ok, "HK-A5", f"after a clear {sorted(rest)} are in use and {len(owned.free)} of {len(whole)} free")
+        self._expect(
+            ok, "HK-A5", f"after a clear {sorted(rest)} are in use and {len(owned.free)} of {len(whole)} free"
+        )
 
     def probe(self, operation: Operation) -> None:
         """A plan is made and abandoned. The world may be used afterwards."""

@@ -7,9 +7,8 @@ and what a caller can observe, and leaves out what only counts (clocks, generati
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from hybridkv.alloc.organization import StateKind
 from hybridkv.alloc.pages import NO_STAMP, PARKED, PagePool, ReclaimQueue
 from hybridkv.alloc.requests import Request, Status, Undo
 from hybridkv.alloc.slots import SlotPool
-from hybridkv.alloc.storage import Shape
 from hybridkv.errors import CorruptionError, UsageError
 from hybridkv.testing._adapter import (
     Admitted,
@@ -43,6 +41,11 @@ from hybridkv.testing._adapter import (
     View,
 )
 from hybridkv.testing.geometries import tiny_organization
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    from hybridkv.alloc.storage import Shape
 
 ATTENTION = StateKind.ATTENTION
 
@@ -98,9 +101,15 @@ class KitHash:
 
 # What is explored of each organization: the fewest pages that a request with a hit fits in, and two to four more.
 SHAPES: dict[str, tuple[CacheSpec, ...]] = {
-    "s0": (CacheSpec(organization="s0", pages=(5,)), CacheSpec(organization="s0", pages=(6,), shape=(("grid_tokens", 4),))),
+    "s0": (
+        CacheSpec(organization="s0", pages=(5,)),
+        CacheSpec(organization="s0", pages=(6,), shape=(("grid_tokens", 4),)),
+    ),
     "s1": (CacheSpec(organization="s1", pages=(6,)), CacheSpec(organization="s1", pages=(8,))),
-    "s2": (CacheSpec(organization="s2", pages=(5,)), CacheSpec(organization="s2", pages=(6,), shape=(("slots", 4),))),
+    "s2": (
+        CacheSpec(organization="s2", pages=(5,)),
+        CacheSpec(organization="s2", pages=(6,), shape=(("slots", 4),)),
+    ),
     "d0": (CacheSpec(organization="d0", pages=(4, 3)), CacheSpec(organization="d0", pages=(3, 4))),
     "striped": (
         CacheSpec(organization="striped", pages=(6,), shape=(("members", 2),)),
@@ -135,19 +144,26 @@ OTHER_SHAPES: dict[str, tuple[CacheSpec, ...]] = {
             shape=(("window", True), ("chunk_tokens", 2), ("grid_tokens", 4)),
             decode="replay",
         ),
-        CacheSpec(organization="s2", pages=(7,), shape=(("window", True), ("chunk_tokens", 2)), decode="replay"),
+        CacheSpec(
+            organization="s2", pages=(7,), shape=(("window", True), ("chunk_tokens", 2)), decode="replay"
+        ),
     ),
     "update decode": (
         CacheSpec(organization="s2", pages=(6,), decode="update"),
         CacheSpec(organization="nested", pages=(5,), decode="update"),
     ),
-    "weak hash": (CacheSpec(organization="s2", pages=(6,), buckets=5), CacheSpec(organization="s0", pages=(5,), buckets=1)),
+    "weak hash": (
+        CacheSpec(organization="s2", pages=(6,), buckets=5),
+        CacheSpec(organization="s0", pages=(5,), buckets=1),
+    ),
     "end and junction": (
         CacheSpec(organization="s0", pages=(6,), placement="end_junction"),
         CacheSpec(organization="s2", pages=(6,), placement="end_only", hold_source=False),
     ),
 }
-specs = tuple(spec for shapes in SHAPES.values() for spec in shapes)  # what `python -m hybridkv.testing` explores
+specs = tuple(
+    spec for shapes in SHAPES.values() for spec in shapes
+)  # what `python -m hybridkv.testing` explores
 
 
 def make_cache(spec: CacheSpec) -> CacheAdapter:
@@ -286,7 +302,9 @@ class CacheAdapter:
                         held.add(place)
         for name, pool in self.cache.storage.pools.items():
             free += [Place(name, page) for page in pool.free_ids()]
-            for page, (known, count) in enumerate(zip(pool.published.tolist(), pool.references.tolist(), strict=True)):
+            for page, (known, count) in enumerate(
+                zip(pool.published.tolist(), pool.references.tolist(), strict=True)
+            ):
                 if (name, page) not in slabs:
                     if known:
                         cached.add(Place(name, page))

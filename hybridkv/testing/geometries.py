@@ -1,22 +1,27 @@
-"""Organizations so small that everything about them can be tried: blocks of two tokens, pages of 64 bytes.
+"""Organizations so small that everything about them can be tried: blocks of two tokens, states of 64 bytes.
 
 Owns shapes for tests. The six named ones place states as the real ones do; their numbers mean nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridkv.alloc.organization import Organization, Placement, Pool, StateKind
 from hybridkv.errors import UsageError
 from hybridkv.geometry import ModelGeometry
 from hybridkv.geometry.specs import AttentionSpec, RecurrentKind, RecurrentSpec
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KV_BYTES = 16  # of a token
 ORGANIZATIONS = ("s0", "s1", "s2", "d0", "striped", "nested")
-PAGE_BYTES = 128  # room for any tiny state, so that the number of pages is a free choice
+STATE_BYTES = (
+    128  # room for any tiny state with its convolution state, so that the number of pages is a free choice
+)
 
 
 def tiny_geometry(
@@ -63,13 +68,18 @@ def tiny_organization(
     if name not in ORGANIZATIONS:
         raise UsageError(f"organization must be one of {', '.join(ORGANIZATIONS)}, got {name!r}")
     g = tiny_geometry(groups=groups, chunk_tokens=chunk_tokens, live=live)
+    page = max(STATE_BYTES, KV_BYTES * block_tokens * slots)
     split = name == "d0"
     states = "recurrent" if split else "shared"
-    slot: dict[str, int] = {"slot_bytes": PAGE_BYTES // slots}
+    slot: dict[str, Any] = {"slot_bytes": page // slots}
     places: dict[StateKind, Placement] = {}
     if g.attention is not None:
-        where: dict[str, Any] = {"pool": "attention" if split else "shared", "payload_bytes": 16 * block_tokens}
-        places[StateKind.ATTENTION] = Placement(**where, **(slot if name == "nested" else {"pages": 1}))
+        where: dict[str, Any] = {
+            "pool": "attention" if split else "shared",
+            "payload_bytes": KV_BYTES * block_tokens,
+        }
+        where |= slot if name == "nested" else {"pages": 1}
+        places[StateKind.ATTENTION] = Placement(**where)
     if g.recurrent is not None:
         places |= _recurrent(name, g, states, members, slot)
         if window:
@@ -80,7 +90,7 @@ def tiny_organization(
     return Organization(
         name=name,
         geometry=g,
-        pools=tuple(Pool(name=p, page_bytes=PAGE_BYTES, share=Fraction(1, len(pools))) for p in pools),
+        pools=tuple(Pool(name=p, page_bytes=page, share=Fraction(1, len(pools))) for p in pools),
         placements=places,
         block_tokens=block_tokens,
         grid_tokens=grid_tokens,
@@ -88,7 +98,7 @@ def tiny_organization(
 
 
 def _recurrent(
-    name: str, g: ModelGeometry, pool: str, members: int, slot: Mapping[str, int]
+    name: str, g: ModelGeometry, pool: str, members: int, slot: Mapping[str, Any]
 ) -> dict[StateKind, Placement]:
     """Composite in one kind of page, or the convolution state in a page or slot of its own."""
     ssm = Placement(pool=pool, payload_bytes=g.ssm_bytes, pages=members)

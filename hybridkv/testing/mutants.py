@@ -3,6 +3,9 @@
 A mutant patches a fresh cache and reads like a bug report. `python -m hybridkv.testing.mutants` prints mutant x rule.
 """
 
+# ruff: noqa: D103, ARG001, ARG005  # a mutant's name is its description, and it keeps the signature it replaces
+# Patching is what a mutant is.
+# pyright: reportAttributeAccessIssue=false, reportPrivateUsage=false
 from __future__ import annotations
 
 import argparse
@@ -10,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +24,12 @@ from hybridkv.alloc.organization import StateKind
 from hybridkv.alloc.plan import Copy, Plan, Write
 from hybridkv.alloc.policy.placement import NEVER
 from hybridkv.alloc.prefix import Found, Match
-from hybridkv.alloc.requests import Request
 from hybridkv.testing._explore import PLAIN, PROMPTS, Report, Scope, Shape, explore
 from hybridkv.testing._rules import RULES
 from hybridkv.testing.cache_adapter import CacheSpec, make_cache
+
+if TYPE_CHECKING:
+    from hybridkv.alloc.requests import Request
 
 Change = Callable[[HybridCache], None]
 
@@ -48,8 +53,9 @@ SPECS = {
 
 
 class Mutant(NamedTuple):
-    """A wrong version: its family, the rules that may speak (the first one does first, in a shortest trace), where it is
-    looked for, and with which operations and prompts.
+    """A wrong version, and where it is looked for.
+
+    `expects`: rules that may speak; the first one does, in a shortest trace.
     """
 
     name: str
@@ -65,7 +71,11 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def _mutant(
-    family: str, *expects: str, spec: str = "s0", ops: str = "", prompts: tuple[tuple[int, ...], ...] = PROMPTS
+    family: str,
+    *expects: str,
+    spec: str = "s0",
+    ops: str = "",
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS,
 ) -> Callable[[Change], Change]:
     """Register a mutant. Plans are probed (made and abandoned) only where that is what should speak."""
 
@@ -209,14 +219,18 @@ def cached_page_is_left_in_the_free_list(cache: HybridCache) -> None:
 @_mutant("A", "HK-A6", "HK-A1")
 def growth_names_one_page_twice(cache: HybridCache) -> None:
     _around(
-        cache.growth, "_add_blocks", lambda add, r, units, count: add(r, np.repeat(units[:, :1], count, axis=1), count)
+        cache.growth,
+        "_add_blocks",
+        lambda add, r, units, count: add(r, np.repeat(units[:, :1], count, axis=1), count),
     )
 
 
 @_mutant("A", "HK-A5", ops="clear")
 def clear_forgets_the_checkpoints(cache: HybridCache) -> None:
     def clear() -> int:
-        return sum(cache.storage.lose(b) is None for b in [*cache.index.blocks.values()] if cache.storage.idle(b))
+        return sum(
+            cache.storage.lose(b) is None for b in [*cache.index.blocks.values()] if cache.storage.idle(b)
+        )
 
     cache.clear = clear
 
@@ -364,7 +378,9 @@ def hit_mixes_two_checkpoints(cache: HybridCache) -> None:
 @_mutant("C", "HK-B6", "HK-C1", "HK-A0", "HK-B3")
 def checkpoint_off_its_boundary(cache: HybridCache) -> None:
     def change(r: Request, plan: Plan) -> Plan:
-        early = tuple(Write(max(plan.start, w.position - 1), w.state) for w in plan.writes if w.position < plan.stop)
+        early = tuple(
+            Write(max(plan.start, w.position - 1), w.state) for w in plan.writes if w.position < plan.stop
+        )
         return plan._replace(writes=early + plan.writes[len(early) :])
 
     _replan(cache, change)
@@ -372,7 +388,9 @@ def checkpoint_off_its_boundary(cache: HybridCache) -> None:
 
 @_mutant("C", "HK-B6", "HK-C1", "HK-B3", "HK-B5")
 def checkpoint_never_written(cache: HybridCache) -> None:
-    _replan(cache, lambda _, plan: plan._replace(writes=tuple(w for w in plan.writes if w.position == plan.stop)))
+    _replan(
+        cache, lambda _, plan: plan._replace(writes=tuple(w for w in plan.writes if w.position == plan.stop))
+    )
 
 
 @_mutant("C", "HK-C5", "HK-B2", spec="groups")
@@ -417,7 +435,9 @@ def truncation_of_the_pages_only(cache: HybridCache) -> None:
 @_mutant("C", "HK-C4", "HK-D2", spec="attention", ops="truncate")
 def truncation_forgets_to_copy_the_shared_block(cache: HybridCache) -> None:
     _around(
-        cache, "truncate", lambda f, *a: x._replace(plan=x.plan._replace(copies=())) if hasattr(x := f(*a), "plan") else x
+        cache,
+        "truncate",
+        lambda f, *a: x._replace(plan=x.plan._replace(copies=())) if hasattr(x := f(*a), "plan") else x,
     )
 
 
@@ -495,7 +515,10 @@ def line_is_counted_from_the_wrong_page(cache: HybridCache) -> None:
 
 @_mutant("D", "HK-D5", "HK-A0")
 def plan_names_the_blocks_before_growth(cache: HybridCache) -> None:
-    _replan(cache, lambda _, p: p._replace(attention=p.attention[:, : -(-p.start // cache.organization.block_tokens)]))
+    _replan(
+        cache,
+        lambda _, p: p._replace(attention=p.attention[:, : -(-p.start // cache.organization.block_tokens)]),
+    )
 
 
 # ----------------------------------------------------------------------------------------------- E usefulness
@@ -611,7 +634,9 @@ def fork_shares_the_block_in_progress(cache: HybridCache) -> None:
             child.table[:, last] = r.table[:, last]
             store.reference(child.table[:, last].copy())
             copies = tuple(c for c in answer.plan.copies if c.kind is not ATTENTION)
-            return answer._replace(plan=answer.plan._replace(attention=child.table[:, : child.blocks], copies=copies))
+            return answer._replace(
+                plan=answer.plan._replace(attention=child.table[:, : child.blocks], copies=copies)
+            )
         return answer
 
     _around(cache, "fork", fork)
@@ -645,7 +670,9 @@ def lease_takes_no_reference(cache: HybridCache) -> None:
 
 @_mutant("G", "HK-G3", "HK-A0", ops="lease")
 def lease_may_end_twice(cache: HybridCache) -> None:
-    _around(cache, "end_lease", lambda end, state: end(state) if any(x is state for x in cache.leases) else None)
+    _around(
+        cache, "end_lease", lambda end, state: end(state) if any(x is state for x in cache.leases) else None
+    )
 
 
 @_mutant("G", "HK-G6", "HK-A0", ops="fail")
@@ -721,7 +748,10 @@ def main() -> int:
         survivors += [] if report.error else [m.name]
         mark = "" if rule in m.expects else f"  (expected {', '.join(m.expects)})"
         length = len(report.error.trace) if report.error else report.depth
-        print(f"{m.family} {m.name:52s} {rule:9s} {length:2d} operations {1000 * report.seconds:8.0f} ms{mark}", flush=True)
+        print(
+            f"{m.family} {m.name:52s} {rule:9s} {length:2d} operations {1000 * report.seconds:8.0f} ms{mark}",
+            flush=True,
+        )
         if options.show and report.error:
             print(report.error)
     silent = sorted(set(RULES) - spoke - set(UNREACHABLE))

@@ -6,13 +6,15 @@ depends on the state.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis.strategies as st
 
-from hybridkv.testing._adapter import Tokens
 from hybridkv.testing.cache_adapter import CacheSpec
 from hybridkv.testing.geometries import ORGANIZATIONS
+
+if TYPE_CHECKING:
+    from hybridkv.testing._adapter import Tokens
 
 small = st.integers(0, 7)
 tokens = st.integers(0, 1)
@@ -32,7 +34,11 @@ def cache_specs(organization: str | None = None) -> st.SearchStrategy[CacheSpec]
 
 
 def _spec(name: str, size: int, form: int, extra: int, policy: int) -> CacheSpec:
-    shape: dict[str, Any] = {"grid_tokens": (2, 4)[form & 1], "slots": (2, 4)[form >> 1 & 1], "members": 1 + (form >> 2)}
+    shape: dict[str, Any] = {
+        "grid_tokens": (2, 4)[form & 1],
+        "slots": (2, 4)[form >> 1 & 1],
+        "members": 1 + (form >> 2),
+    }
     pages = 7 + size
     decode = "update" if policy & 1 else "update_shared"
     if extra == 1:

@@ -35,7 +35,9 @@ def verdicts(report: Report) -> dict[str, str]:
     """Every rule: fail, pass (not broken within the scope), or not applicable."""
     assert report.capabilities is not None
     broken = report.error.rule if report.error else ""
-    found = {rule: "pass" if yes else "not applicable" for rule, yes in applicable(report.capabilities).items()}
+    found = {
+        rule: "pass" if yes else "not applicable" for rule, yes in applicable(report.capabilities).items()
+    }
     return {rule: "fail" if rule == broken else verdict for rule, verdict in found.items()}
 
 
