@@ -84,7 +84,9 @@ def truncate(cache: HybridCache, r: Request, tokens: int) -> Truncated | Refused
     if growth.attention and rolled_back:
         copies = _cut_blocks(cache, r, keep, shared=shared, partial=partial > 0)
     r.cut(tokens)
-    r.prompt_tokens = min(r.prompt_tokens, tokens)  # what comes behind is decoded, also where a prompt once was
+    r.prompt_tokens = min(
+        r.prompt_tokens, tokens
+    )  # what comes behind is decoded, also where a prompt once was
     if cache.policy.decode == "update":
         r.kept_until = min(r.kept_until, tokens)
     t = cache.rows

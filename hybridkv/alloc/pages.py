@@ -82,7 +82,9 @@ class ReclaimQueue:
     def unpark(self, ids: NDArray[np.integer[Any]]) -> None:
         """Ids are reclaimable again as if they had never been held; new ones are appended."""
         stamps = self.stamps[ids]
-        for item, stamp in zip(ids[stamps <= PARKED].tolist(), stamps[stamps <= PARKED].tolist(), strict=True):
+        for item, stamp in zip(
+            ids[stamps <= PARKED].tolist(), stamps[stamps <= PARKED].tolist(), strict=True
+        ):
             self.restore(item, PARKED - stamp)
         if len(new := ids[stamps == NO_STAMP]):
             self.push(new)
@@ -160,7 +162,9 @@ class PagePool:
         """Hand out free pages with one reference each. The caller has made room before."""
         low = self._top - count
         if low < 0:
-            raise CorruptionError("I5", f"pool {self.name!r} was asked for {count} pages and has {self._top} free")
+            raise CorruptionError(
+                "I5", f"pool {self.name!r} was asked for {count} pages and has {self._top} free"
+            )
         ids = self._free[low : self._top][::-1].copy()
         self._top = low
         self.references[ids] = 1
@@ -181,7 +185,9 @@ class PagePool:
         idle = before == 0
         if idle.any():
             if not self.published[ids[idle]].all():
-                raise CorruptionError("I2", f"pool {self.name!r}: a free page was referenced, one of {ids.tolist()}")
+                raise CorruptionError(
+                    "I2", f"pool {self.name!r}: a free page was referenced, one of {ids.tolist()}"
+                )
             self.cached -= int(idle.sum())
             self.peak_held = max(self.peak_held, self.held)
         self.references[ids] = before + 1
@@ -194,7 +200,9 @@ class PagePool:
         """
         after = self.references[ids] - 1
         if (after < 0).any():
-            raise CorruptionError("I5", f"pool {self.name!r}: a page without reference was released, one of {ids}")
+            raise CorruptionError(
+                "I5", f"pool {self.name!r}: a page without reference was released, one of {ids}"
+            )
         self.references[ids] = after
         idle = ids[after == 0]
         cached = idle[self.published[idle]]
@@ -234,7 +242,9 @@ class PagePool:
         while (page := self.queue.pop()) >= 0:
             if self.references[page] == 0:
                 return page
-            self.queue.park(page)  # held again: an unused reference gives it back its place, a used one a new stamp
+            self.queue.park(
+                page
+            )  # held again: an unused reference gives it back its place, a used one a new stamp
         raise CorruptionError("I5", f"pool {self.name!r} counts {self.cached} cached pages and finds none")
 
     # Slabs: pages cut in slots. A slab has one reference while any of its slots is held.

@@ -76,7 +76,9 @@ def root_key(hash_tokens: TokenHash, *identity: str) -> bytes:
     return hash_tokens(b"", text) if hash_tokens.collision_resistant else text
 
 
-def extend_chain(chain: list[Key], root: bytes, tokens: Tokens, block_tokens: int, hash_tokens: TokenHash) -> None:
+def extend_chain(
+    chain: list[Key], root: bytes, tokens: Tokens, block_tokens: int, hash_tokens: TokenHash
+) -> None:
     """Append the key of every full block of `tokens` that `chain` does not cover yet. O(tokens not covered)."""
     raw = tokens[len(chain) * block_tokens :].astype("<i4", copy=False).tobytes()
     width = 4 * block_tokens
@@ -163,5 +165,3 @@ class PrefixIndex:
         if table.pop(state.key, None) is not state:
             raise CorruptionError("I3", f"{state!r} left an index that does not hold it")
         state.stage = Lifecycle.LOST
-
-
