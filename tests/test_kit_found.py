@@ -147,7 +147,7 @@ def test_found(name: str) -> None:
     spec, trace = FOUND[name]
     world = World(make_cache, spec)
     for operation in trace:
-        world.probe(operation[1]) if operation[0] == "probe" else world.do(operation)
+        world.do(operation)
         world.check()
     world.drain()
 

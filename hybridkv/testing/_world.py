@@ -6,7 +6,7 @@ has not run yet. Knows nothing of how an allocator works inside, or of how opera
     ("admit", tokens, namespace, budget)  ("resume", i, budget)   ("extend", i, tokens)  ("commit", i, computed, token)
     ("abandon", i)  ("preempt", i)  ("fork", i)  ("truncate", i, tokens)  ("release", i)  ("round", token)
     ("lease", n)  ("end_lease", i)  ("clear",)  ("fail", operation, n): a callback raises inside it
-    ("serve", tokens, namespace): admitted, run and released
+    ("serve", tokens, namespace): admitted, run and released    ("probe", operation): a plan, made and abandoned
 """
 
 from __future__ import annotations
@@ -307,9 +307,14 @@ class World(Judging):
             self.take_back(operation, before)
             self.check()
 
+    def _probe(self, operation: Operation) -> None:
+        self.trace.pop()
+        self.probe(operation)
+
     def take_back(self, operation: Operation, before: Hashable) -> None:
         """G5: abandoning the plan that `operation` has just made leaves everything as it was."""
         self.do(("abandon", len(self.live) - 1 if operation[0] == "admit" else operation[1]))
         if operation[0] == "admit":
             self.sut.release(self.live.pop().handle)
+        self.trace[-2:] = [("probe", operation)]
         self._expect(self.sut.fingerprint() == before, "HK-G5", f"{operation} abandoned left traces")
