@@ -67,6 +67,9 @@ class ReclaimQueue:
 
     def restore(self, item: int, stamp: int) -> None:
         """Give an id its old stamp back, and an entry where that is gone: taken by `pop`, or dropped as stale."""
+        if stamp == NO_STAMP:  # it was held all the time, and never became reclaimable before
+            self.push_one(item)
+            return
         self.stamps[item] = stamp
         i = self._head + int(np.searchsorted(self._stamps[self._head : self._tail], stamp))
         if i < self._tail and self._stamps[i] == stamp:
@@ -75,6 +78,11 @@ class ReclaimQueue:
         at = bisect_left(self._front, entry)
         if self._front[at : at + 1] != [entry]:
             self._front.insert(at, entry)
+
+    def ages(self, ids: NDArray[np.integer[Any]]) -> list[int]:
+        """Stamps, parked or not."""
+        stamps = self.stamps[ids]
+        return np.where(stamps <= PARKED, PARKED - stamps, stamps).tolist()
 
     def park(self, item: int) -> None:
         """An id that `pop` took is held: it has no entry, and keeps its place for `unpark`."""
@@ -281,7 +289,7 @@ class PagePool:
 
     def stamps_of(self, pages: Ids) -> list[tuple[int, ...]]:
         """Places in the reclaim order."""
-        return [(stamp,) for stamp in self.queue.stamps[pages].tolist()]
+        return [(stamp,) for stamp in self.queue.ages(pages)]
 
     def revive(self, pages: list[int], owner: object, stamps: list[tuple[int, ...]], kind: int) -> None:
         """Free pages whose content is still intact become cached again, first to be reclaimed."""

@@ -167,8 +167,8 @@ class SlotPool:
 
     def stamps_of(self, lines: Ids) -> list[tuple[int, ...]]:
         """Places in the reclaim order, of the slot and of its page."""
-        pages = self.pool.queue.stamps[lines // self.slots_per_page]
-        return list(zip(self.queue.stamps[lines].tolist(), pages.tolist(), strict=True))
+        pages = self.pool.queue.ages(lines // self.slots_per_page)
+        return list(zip(self.queue.ages(lines), pages, strict=True))
 
     # reviving what an abandoned step had reclaimed
     def is_free(self, line: int) -> bool:
