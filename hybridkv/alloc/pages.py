@@ -66,6 +66,9 @@ class ReclaimQueue:
 
     def restore(self, item: int, stamp: int) -> None:
         """Give an id its old stamp back, and an entry where that is gone: taken by `pop`, or dropped as stale."""
+        if stamp == NO_STAMP:  # it was held all the time, and never became reclaimable before
+            self.push_one(item)
+            return
         self.stamps[item] = stamp
         i = self._head + int(np.searchsorted(self._stamps[self._head : self._tail], stamp))
         if i < self._tail and self._stamps[i] == stamp:
@@ -74,6 +77,11 @@ class ReclaimQueue:
         at = bisect_left(self._front, entry)
         if self._front[at : at + 1] != [entry]:
             self._front.insert(at, entry)
+
+    def age(self, item: int) -> int:
+        """The stamp of an id, parked or not."""
+        stamp = int(self.stamps[item])
+        return PARKED - stamp if stamp <= PARKED else stamp
 
     def park(self, item: int) -> None:
         """An id that `pop` took is held: it has no entry, and keeps its place for `unpark`."""
@@ -293,7 +301,7 @@ class PagePool:
 
     def stamp_of(self, page: int) -> tuple[int, ...]:
         """Place in the reclaim order."""
-        return (int(self.queue.stamps[page]),)
+        return (self.queue.age(page),)
 
     def revive(self, pages: list[int], owner: object, stamps: list[tuple[int, ...]], kind: int) -> None:
         """Free pages whose content is still intact become cached again, first to be reclaimed."""

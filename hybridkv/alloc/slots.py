@@ -167,7 +167,7 @@ class SlotPool:
 
     def stamp_of(self, line: int) -> tuple[int, ...]:
         """Places in the reclaim order, of the slot and of its page."""
-        return int(self.queue.stamps[line]), int(self.pool.queue.stamps[line // self.slots_per_page])
+        return self.queue.age(line), self.pool.queue.age(line // self.slots_per_page)
 
     # reviving what an abandoned step had reclaimed
     def is_free(self, line: int) -> bool:
