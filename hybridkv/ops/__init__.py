@@ -1,0 +1,6 @@
+"""The public ops: checked, then run by the Triton kernels on a GPU and by the PyTorch references on a CPU.
+
+Each is a torch op (`torch.ops.hybridkv.*`), works under `torch.compile(fullgraph=True)`, reads no device memory on the
+host and allocates nothing, so it can be captured in a CUDA graph. Mapping tables hold one int32 per unit: its offset in
+the pool divided by `granule`; negative means absent.
+"""
