@@ -5,10 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # a kernel's decorator looks at it
+
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hybridkv.testing import interpreter
+
 HERE = Path(__file__).parent
+
+interpreter.install()
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -26,5 +32,7 @@ def traces() -> Path:
     """The folder of public request traces. They are not part of the repository: see docs/traces.md."""
     where = Path(os.environ.get("HYBRIDKV_TRACES", HERE.parent.parent / "shared" / "data"))
     if not where.is_dir():
-        pytest.skip(f"no traces: set HYBRIDKV_TRACES to the folder that docs/traces.md describes, got {where}")
+        pytest.skip(
+            f"no traces: set HYBRIDKV_TRACES to the folder that docs/traces.md describes, got {where}"
+        )
     return where
