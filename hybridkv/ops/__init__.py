@@ -4,3 +4,7 @@ Each is a torch op (`torch.ops.hybridkv.*`), works under `torch.compile(fullgrap
 host and allocates nothing, so it can be captured in a CUDA graph. Mapping tables hold one int32 per unit: its offset in
 the pool divided by `granule`; negative means absent.
 """
+
+from hybridkv.ops.moves import copy_units, gather_units, scatter_units, zero_units
+
+__all__ = ["copy_units", "gather_units", "scatter_units", "zero_units"]

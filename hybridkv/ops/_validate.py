@@ -106,7 +106,8 @@ def check_destinations(
 ) -> None:
     """Check that no two destinations overlap, and that none overlaps a source of another row.
 
-    A source equal to the destination in the same place of its table is the in-place case and allowed.
+    A source equal to the destination in the same place of its table is the in-place case and allowed. In tables of
+    one shape, a source whose destination is absent is not read.
     """
     if table.device.type != "cpu":
         return
@@ -123,6 +124,8 @@ def check_destinations(
     if source is None or not used.numel():
         return
     read = source.reshape(-1).to(torch.int64)
+    if source.shape == table.shape:
+        read = torch.where(flat < 0, -1, read)
     for step in (-1, 0):  # the destination below and the one above each source
         near = (torch.searchsorted(used, read, right=step < 0) + step).clamp(0, used.numel() - 1)
         own = (where[order[near]] == torch.arange(read.numel())) & (used[near] == read)

@@ -68,6 +68,33 @@ def options(*, warps: int, stages: int = 1) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """The shapes of one model's layers that kernels are compiled for."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    state: tuple[int, int, int]  # heads, head dimension (or values), state (or keys)
+    groups: int  # B/C groups, or key heads
+    conv_dim: int
+    page_bytes: int = 512 * 1024
+    conv_width: int = 4
+
+
+SHAPES = {
+    "falcon-h1-7b": Shapes(
+        query_heads=12, kv_heads=2, head_dim=128, state=(24, 128, 256), groups=1, conv_dim=3584
+    ),
+    "granite-4.0-h-micro": Shapes(
+        query_heads=32, kv_heads=8, head_dim=64, state=(64, 64, 128), groups=1, conv_dim=4352
+    ),
+    "qwen3-next": Shapes(
+        query_heads=16, kv_heads=2, head_dim=256, state=(32, 128, 128), groups=16, conv_dim=8192
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompileCase:
     """A kernel as it runs for one model; `python -m hybridkv kernels` compiles it without a GPU.
 
