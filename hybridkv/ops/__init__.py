@@ -5,6 +5,18 @@ host and allocates nothing, so it can be captured in a CUDA graph. Mapping table
 the pool divided by `granule`; negative means absent.
 """
 
+from hybridkv.kv_layout import KVLayout
+from hybridkv.ops.attention import decode_attention, decode_workspace, prefill_attention, write_kv
 from hybridkv.ops.moves import copy_units, gather_units, scatter_units, zero_units
 
-__all__ = ["copy_units", "gather_units", "scatter_units", "zero_units"]
+__all__ = [
+    "KVLayout",
+    "copy_units",
+    "decode_attention",
+    "decode_workspace",
+    "gather_units",
+    "prefill_attention",
+    "scatter_units",
+    "write_kv",
+    "zero_units",
+]

@@ -212,8 +212,11 @@ class Guard:
             try:
                 return stock(grid, *args, **kwargs)
             except interp.InterpreterError as error:
-                if isinstance(error.__cause__, AssertionError):  # ours, or the kernel's own
-                    raise error.__cause__ from None
+                cause: BaseException | None = error
+                while isinstance(cause, interp.InterpreterError):  # one for every device function on the way
+                    cause = cause.__cause__
+                if isinstance(cause, AssertionError):  # ours, or the kernel's own
+                    raise cause from None
                 raise
             finally:
                 self.launch = None
