@@ -89,7 +89,7 @@ def _check_prefill_values(
     _check_attend_values(pool, table, rows, lengths, layout, exits, depths)
     if query_start.device.type == "cpu" and rows.shape[0]:
         counts = query_start[1:] - query_start[:-1]
-        bounds = 0 <= int(query_start[0]) and int(query_start[-1]) <= query.shape[0]
+        bounds = int(query_start[0]) >= 0 and int(query_start[-1]) <= query.shape[0]
         good = bounds and bool((counts >= 0).all())
         require(good, "query_start", f"ascending within 0..{query.shape[0]}", query_start.tolist())
         check_ids("query_start (as queries of a sequence)", counts, max_query + 1)

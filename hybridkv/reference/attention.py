@@ -82,6 +82,9 @@ def _attend(
         for s in range(0, high, SEGMENT):
             k, v, there = parts[s // SEGMENT]
             at = s + torch.arange(SEGMENT)
+            if window:  # what lies before it may have been freed, and a weight of 0 does not undo a NaN
+                there = there & (at > max(first, int(positions[0])) - window)
+                v = torch.where(there[:, None], v, 0.0)
             seen = there & (at <= positions[:, None]) & ((window == 0) | (positions[:, None] - at < window))
             part = _softmax_part(q @ k * scale, seen.repeat(heads // layout.kv_heads, 1), v)
             carry = part if carry is None else _merge(carry, part)
