@@ -19,8 +19,11 @@ from hybridkv.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hybridkv.kv_layout import KVLayout
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes; one 128-bit access
+HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 def require(ok: bool, name: str, expected: object, actual: object) -> None:
@@ -80,6 +83,17 @@ def check_aligned(name: str, elements: int, pool: Tensor) -> None:
     require(
         elements >= 0 and size % ALIGNMENT == 0, name, f"a multiple of {ALIGNMENT} bytes", f"{size} bytes"
     )
+
+
+def check_layout(pool: Tensor, layout: KVLayout) -> None:
+    """Check the description of an attention block against the pool that holds it."""
+    check_pool("pool", pool, layout.granule)
+    support(layout.head_dim in HEAD_DIMS, "layout.head_dim", f"one of {HEAD_DIMS}", layout.head_dim)
+    require(layout.kv_heads > 0, "layout.kv_heads", "positive", layout.kv_heads)
+    require(layout.block_tokens > 0, "layout.block_tokens", "positive", layout.block_tokens)
+    check_aligned("layout.token_stride", layout.token_stride, pool)
+    check_aligned("layout.head_stride", layout.head_stride, pool)
+    check_aligned("layout.value_offset", layout.value_offset, pool)
 
 
 def check_base(name: str, pool: Tensor) -> None:

@@ -14,12 +14,11 @@ from hybridkv.kv_layout import SEGMENT, KVLayout
 from hybridkv.ops._register import register
 from hybridkv.ops._validate import (
     FLOATS,
-    check_aligned,
     check_base,
     check_destinations,
     check_entries,
     check_ids,
-    check_pool,
+    check_layout,
     check_table,
     check_tensor,
     require,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
 MAX_GROUP = 16  # query heads of one KV head; they share a tile of 16 rows
 
 
@@ -121,7 +119,7 @@ def write_kv(
         layout: where a token's keys and values lie inside a block.
         impl: "reference" or "triton"; empty for the device's own.
     """
-    _check_layout(pool, layout)
+    check_layout(pool, layout)
     tokens = rows.shape[0] if rows.dim() else None
     for name, new in (("key", key), ("value", value)):
         _check_heads(name, new, (tokens, layout.kv_heads, layout.head_dim), pool.dtype, pool)
@@ -211,16 +209,6 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def _check_layout(pool: Tensor, layout: KVLayout) -> None:
-    check_pool("pool", pool, layout.granule)
-    support(layout.head_dim in HEAD_DIMS, "layout.head_dim", f"one of {HEAD_DIMS}", layout.head_dim)
-    require(layout.kv_heads > 0, "layout.kv_heads", "positive", layout.kv_heads)
-    require(layout.block_tokens > 0, "layout.block_tokens", "positive", layout.block_tokens)
-    check_aligned("layout.token_stride", layout.token_stride, pool)
-    check_aligned("layout.head_stride", layout.head_stride, pool)
-    check_aligned("layout.value_offset", layout.value_offset, pool)
-
-
 def _check_heads(
     name: str,
     tensor: Tensor,
@@ -237,7 +225,7 @@ def _check_attend(
     pool: Tensor, query: Tensor, table: Tensor, rows: Tensor, lengths: Tensor, out: Tensor, layout: KVLayout,
     window: int, exits: Tensor | None, depths: Tensor | None,
 ) -> tuple[int, int]:  # fmt: skip
-    _check_layout(pool, layout)
+    check_layout(pool, layout)
     _check_heads("query", query, (None, None, layout.head_dim), pool.dtype, pool)
     tokens, heads, _ = query.shape
     require(heads % layout.kv_heads == 0, "query.shape[1]", f"a multiple of {layout.kv_heads}", heads)

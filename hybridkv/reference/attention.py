@@ -90,7 +90,7 @@ def _attend(
             carry = part if carry is None else _merge(carry, part)
         assert carry is not None
         _, total, weighted = carry
-        tile = torch.where(total > 0, weighted / total, 0.0).view(layout.kv_heads, -1, TILE, dim)
+        tile = torch.where(total == 0, 0.0, weighted / total).view(layout.kv_heads, -1, TILE, dim)
         out[i * TILE : (i + 1) * TILE] = tile.permute(2, 0, 1, 3).reshape(TILE, heads, dim)
     return out[first - low : length - low]
 

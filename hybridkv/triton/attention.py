@@ -96,8 +96,8 @@ def _merge(b_top, b_total, top_s, total_s):
 
 @triton.jit
 def _quotient(acc, total):
-    """Divide by the sum of weights; zero where nothing was seen."""
-    return tl.where(total > 0.0, acc / total, 0.0)
+    """Divide by the sum of weights; zero where nothing was seen. A NaN that was seen stays one."""
+    return tl.where(total == 0.0, 0.0, acc / total)
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_STRIDES)
