@@ -1,0 +1,110 @@
+"""Selective state update (Mamba-2) through member pages; the kernel.
+
+A program owns rows of one head's state, reads them once and writes them once in the same layout, so that source and
+destination may be one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hybridkv.triton.common import CompileCase, architecture, constants, exp, options, signature, softplus
+from hybridkv.triton.recurrent import member
+
+# BM x 256 in bf16 is two 128-bit loads a thread at 16 rows and 4 warps; vLLM's default for this state, 4 rows and 8
+# warps, has none. Rows are independent: what BM must not change is the layout of the summed axis.
+_CONSTANTS = {"default": {"BM": 16, "warps": 4}}
+
+
+@triton.jit
+def _state_update_kernel(
+    pool_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
+    x_ptr, stride_x: tl.int64,
+    dt_ptr, stride_dt: tl.int64,
+    A_ptr,
+    B_ptr, stride_B: tl.int64,
+    C_ptr, stride_C: tl.int64,
+    D_ptr, bias_ptr,
+    out_ptr, stride_out: tl.int64,
+    P: tl.constexpr, N: tl.constexpr, GRANULE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    i_h = tl.program_id(1)
+    i_row = tl.program_id(2).to(tl.int64)
+    o_src, m_src = member(src_ptr + i_row * stride_src, i_h, GRANULE, HEADS, P * N)
+    o_dst, m_dst = member(dst_ptr + i_row * stride_dst, i_h, GRANULE, HEADS, P * N)
+    if not m_dst:
+        return
+    o_p = tl.program_id(0) * BM + tl.arange(0, BM)
+    o_n = tl.arange(0, N)
+    o_state = o_p[:, None] * N + o_n[None, :]
+    b_state = tl.load(pool_ptr + o_src + o_state, mask=m_src, other=0.0).to(tl.float32)
+    b_dt = softplus(tl.load(dt_ptr + i_row * stride_dt + i_h).to(tl.float32) + tl.load(bias_ptr + i_h))
+    b_x = tl.load(x_ptr + i_row * stride_x + i_h * P + o_p).to(tl.float32)
+    b_B = tl.load(B_ptr + i_row * stride_B + (i_h // GROUP) * N + o_n).to(tl.float32)
+    b_C = tl.load(C_ptr + i_row * stride_C + (i_h // GROUP) * N + o_n).to(tl.float32)
+    b_state = b_state * exp(tl.load(A_ptr + i_h) * b_dt) + (b_dt * b_x)[:, None] * b_B[None, :]
+    b_out = tl.sum(b_state * b_C[None, :], axis=1) + b_x * tl.load(D_ptr + i_h)
+    tl.store(out_ptr + i_row * stride_out + i_h * P + o_p, b_out.to(out_ptr.dtype.element_ty))
+    tl.store(pool_ptr + o_dst + o_state, b_state.to(pool_ptr.dtype.element_ty))
+
+
+def state_update(
+    pool: torch.Tensor,
+    src_members: torch.Tensor,
+    dst_members: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    bias: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    granule: int,
+    heads_per_member: int,
+) -> None:
+    """Advance the state of every row by one token; see `hybridkv.ops.state_update`."""
+    rows, heads, head_dim = x.shape
+    groups, state_dim = B.shape[1:]
+    if not rows:
+        return
+    c = constants(_CONSTANTS, architecture(x.device))
+    _state_update_kernel[(head_dim // c["BM"], heads, rows)](
+        pool, src_members, dst_members, src_members.stride(0), dst_members.stride(0),
+        x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), C, C.stride(0), D, bias, out, out.stride(0),
+        P=head_dim, N=state_dim, GRANULE=granule, HEADS=heads_per_member, GROUP=heads // groups,
+        BM=c["BM"], **options(warps=c["warps"]),
+    )  # fmt: skip
+
+
+def _case(geometry: str, H: int, P: int, N: int, heads: int, itemsize: int) -> CompileCase:
+    pool = "p_fp32_16" if itemsize == 4 else "p_bf16_16"
+    types = {
+        "p_bf16_16": "x_ptr B_ptr C_ptr out_ptr",
+        "p_bf16": "dt_ptr",
+        "p_fp32": "A_ptr D_ptr bias_ptr",
+        "p_i32": "src_ptr dst_ptr",
+        "i64_16": "stride_x stride_B stride_C stride_out",
+        "i64": "stride_src stride_dst stride_dt",
+    }
+    types[pool] = f"{types.get(pool, '')} pool_ptr"
+    moved = 2 * H * P * N * itemsize + 2 * (2 * H * P + 2 * N + H)
+    return CompileCase(
+        kernel=_state_update_kernel,
+        geometry=geometry,
+        variant="fp32" if itemsize == 4 else "bf16",
+        signature=signature(**types),
+        constexprs={"P": P, "N": N, "GRANULE": 16 // itemsize, "HEADS": heads, "GROUP": H, "BM": 16},
+        options=options(warps=4),
+        bytes_per_token=moved,
+        floor_bytes=moved,
+    )
+
+
+CASES = [
+    _case("Falcon-H1-7B", 24, 128, 256, 8, 2),
+    _case("Falcon-H1-7B", 24, 128, 256, 4, 4),
+    _case("Granite-4.0-H-Micro", 64, 64, 128, 32, 2),
+]
