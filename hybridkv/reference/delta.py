@@ -60,7 +60,7 @@ class _Chunk(NamedTuple):
 def _solve(c: _Chunk, state: Tensor, A: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and v' of every position of the chunk, and the state after it."""
     q, k, v, a, b = c.inputs
-    operand, place, group = k.dtype, torch.arange(len(k)), v.shape[1] // k.shape[1]
+    operand, place, group = k.dtype, torch.arange(len(k), device=k.device), v.shape[1] // k.shape[1]
     known = place < c.hi
     gates = torch.where(known, A[:, None] * softplus(a.float() + bias).T, 0.0)
     decay = torch.cumsum(gates, 1)  # [heads, chunk]

@@ -32,7 +32,7 @@ def read_state(
     pool: Tensor, granule: int, members: Sequence[int], heads_per_member: int, shape: tuple[int, int, int]
 ) -> Tensor:
     """Gather a state `[heads, rows, columns]` as fp32 from its member pages; an absent member is zeros."""
-    state = torch.zeros(shape)
+    state = torch.zeros(shape, device=pool.device)
     for m, entry in enumerate(members):
         part = state[m * heads_per_member : (m + 1) * heads_per_member]
         if entry >= 0:

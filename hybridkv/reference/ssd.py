@@ -32,7 +32,7 @@ def _chunk(layer: Layer, state: Tensor, inputs: Sequence[Tensor], hi: int) -> tu
     """Outputs of all positions of one chunk, and the state after it. `inputs`: x, B, dt, C with zeros where unknown."""
     x, B, dt, C = inputs
     operand, heads = x.dtype, x.shape[1]
-    known = torch.arange(len(x)) < hi
+    known = torch.arange(len(x), device=x.device) < hi
     step = torch.where(known[:, None], softplus(dt.float() + layer.bias), 0.0).T  # [heads, chunk]
     decay = torch.cumsum(layer.A[:, None] * step, 1)
     xs = x.float().transpose(0, 1)
