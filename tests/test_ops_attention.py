@@ -18,6 +18,7 @@ LAYOUTS = {
     "token-major 16": ops.KVLayout.token_major(2, 16, 16, 64),
     "head-major 16": ops.KVLayout.head_major(2, 16, 16, 64),
     "token-major 512": ops.KVLayout.token_major(2, 16, 512, 64),
+    "blocks of 48": ops.KVLayout.token_major(2, 16, 48, 64),  # divide no tile: an entry is read per token
     "keys beside values": ops.KVLayout(
         2, 16, 16, 80, 16, 32, 80
     ),  # rows of 80 elements, of which 64 are used
@@ -60,7 +61,8 @@ def test_write_equals_its_reference_over_the_whole_pool(layout, dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("layout", "window"), [("token-major 16", 0), ("head-major 16", 70), ("token-major 512", 0)]
+    ("layout", "window"),
+    [("token-major 16", 0), ("head-major 16", 70), ("token-major 512", 0), ("blocks of 48", 0)],
 )
 def test_error_against_fp64(impl, dtype, layout, window):
     lengths, out_dtype = [1, 67, 530], torch.float32 if dtype == torch.float32 else torch.bfloat16

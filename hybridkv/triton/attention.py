@@ -21,7 +21,8 @@ from hybridkv.triton.kv import layout_constexprs
 ROWS = 16
 # (tile of positions, warps, stages) by architecture and head dimension; gfx942 has 64 KiB of shared memory.
 _LAUNCH = {
-    "default": {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "sm_80": {16: (128, 4, 2), 32: (128, 4, 2), 64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 3)},
+    "default": {16: (128, 4, 2), 32: (128, 4, 2), 64: (128, 4, 2), 128: (64, 4, 3), 256: (32, 4, 3)},
     "gfx942": {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2)},
 }
 _MERGE_OPTIONS = options(warps=1)
@@ -62,6 +63,11 @@ def _segment(
             entry = tl.load(p_entry, mask=plane >= 0, other=-1).to(tl.int64)
         elif BLOCK_TOKENS % TILE == 0:
             entry = tl.load(table_ptr + t // BLOCK_TOKENS).to(tl.int64)
+        elif TILE % BLOCK_TOKENS == 0:
+            BLOCKS: tl.constexpr = TILE // BLOCK_TOKENS
+            o_b = t // BLOCK_TOKENS + tl.arange(0, BLOCKS)
+            b_b = tl.load(table_ptr + o_b, mask=o_b * BLOCK_TOKENS < high, other=-1).to(tl.int64)
+            entry = tl.reshape(tl.broadcast_to(b_b[:, None], (BLOCKS, BLOCK_TOKENS)), (TILE,))
         else:
             entry = tl.load(table_ptr + o_t // BLOCK_TOKENS, mask=o_t < high, other=-1).to(tl.int64)
         m_t = (o_t < high) & (entry >= 0)
@@ -145,9 +151,8 @@ def _decode_segment_kernel(
 @triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_STRIDES)
 def _decode_merge_kernel(
     rows_ptr, lengths_ptr, workspace_ptr, segments: tl.int64, slots: tl.int64, out_ptr, out_stride: tl.int64,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SEGMENT: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i_head = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + i_row)
     if (tl.load(rows_ptr + i_row) < 0) | (length <= 0):
@@ -155,19 +160,22 @@ def _decode_merge_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(length - WINDOW, 0) // SEGMENT
-    o_d = tl.arange(0, HEAD_DIM)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    b_acc = tl.zeros((HEAD_DIM,), tl.float32)
+    o_head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    o_d = tl.arange(0, HEAD_DIM)[None, :]
+    m_head = o_head < HEADS
+    b_top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    b_total = tl.zeros((BLOCK,), tl.float32)
+    b_acc = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
     for i_segment in range(low, tl.cdiv(length, SEGMENT)):
-        slot = (i_row * segments + i_segment) * HEADS + i_head
-        b_s = tl.load(workspace_ptr + slot * HEAD_DIM + o_d)
-        top_s = tl.load(workspace_ptr + slots * HEAD_DIM + slot)
-        total_s = tl.load(workspace_ptr + slots * (HEAD_DIM + 1) + slot)
-        top, total, keep, add = _merge(top, total, top_s, total_s)
-        b_acc = b_acc * keep + b_s * add
-    b_out = _quotient(b_acc, total)
-    tl.store(out_ptr + i_row * out_stride + i_head * HEAD_DIM + o_d, b_out.to(out_ptr.dtype.element_ty))
+        o_slot = (i_row * segments + i_segment) * HEADS + o_head
+        p_s = workspace_ptr + o_slot[:, None] * HEAD_DIM + o_d
+        b_s = tl.load(p_s, mask=m_head[:, None], other=0.0)
+        b_top_s = tl.load(workspace_ptr + slots * HEAD_DIM + o_slot, mask=m_head, other=float("-inf"))
+        b_total_s = tl.load(workspace_ptr + slots * (HEAD_DIM + 1) + o_slot, mask=m_head, other=0.0)
+        b_top, b_total, b_keep, b_add = _merge(b_top, b_total, b_top_s, b_total_s)
+        b_acc = b_acc * b_keep[:, None] + b_s * b_add[:, None]
+    b_out = _quotient(b_acc, b_total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + i_row * out_stride + o_head[:, None] * HEAD_DIM + o_d, b_out, mask=m_head[:, None])
 
 
 def decode_attention(
@@ -185,10 +193,10 @@ def decode_attention(
         workspace, segments, slots, exits, 0 if exits is None else exits.stride(0), depths, scale * LOG2_E,
         HEADS=heads, **constexprs, **launch,
     )  # fmt: skip
-    _decode_merge_kernel[heads, batch](
-        rows, lengths, workspace, segments, slots, out, out.stride(0),
-        HEADS=heads, HEAD_DIM=dim, WINDOW=window, SEGMENT=SEGMENT, **_MERGE_OPTIONS,
-    )  # fmt: skip
+    merge = _merge_constexprs(heads, dim, window)
+    _decode_merge_kernel[triton.cdiv(heads, merge["BLOCK"]), batch](
+        rows, lengths, workspace, segments, slots, out, out.stride(0), **merge, **_MERGE_OPTIONS
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_STRIDES)
@@ -274,6 +282,17 @@ def _launch(arch: str, layout: KVLayout, heads: int, window: int) -> tuple[dict[
     return fields | shape, options(warps=warps, stages=stages)
 
 
+def _merge_constexprs(heads: int, dim: int, window: int) -> dict[str, int]:
+    """Constexprs of the merge: as many heads a program as give each of 32 threads a 128-bit store of 16-bit outputs."""
+    return {
+        "HEADS": heads,
+        "HEAD_DIM": dim,
+        "WINDOW": window,
+        "SEGMENT": SEGMENT,
+        "BLOCK": max(1, 256 // dim),
+    }
+
+
 def compile_cases(arch: str) -> list[CompileCase]:
     """bf16, blocks of 16 and 512 tokens; bytes at 2,048 tokens of context, of one token of one sequence."""
     pointers = {
@@ -301,7 +320,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
                     bytes_per_token=read / constexprs["TOKENS"] + row, floor_bytes=2 * row + line, **common,
                 ),
             ]  # fmt: skip
-        merge = {"HEADS": s.query_heads, "HEAD_DIM": s.head_dim, "WINDOW": 0, "SEGMENT": SEGMENT}
+        merge = _merge_constexprs(s.query_heads, s.head_dim, 0)
         cases.append(
             CompileCase(
                 kernel=_decode_merge_kernel, geometry=name, signature=signature(**pointers), constexprs=merge,
