@@ -348,4 +348,6 @@ class Batch:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal bits."""
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )

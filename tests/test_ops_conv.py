@@ -15,6 +15,11 @@ IMPLS = ["reference", "triton"]
 DIM = 48
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def layer(width: int, dim: int = DIM, dtype: torch.dtype = BF16) -> dict:
     g = torch.Generator().manual_seed(width)
     return {"weight": torch.randn(width, dim, generator=g).to(dtype), "bias": torch.randn(dim, generator=g)}
@@ -118,7 +123,9 @@ def test_short_pieces_leave_a_shared_line_alone(impl, tokens):
     taps = torch.cat([kept.view(3, DIM), x])
     assert same(s.line(shared), kept)
     assert same(s.line(mine).view(3, DIM), taps[tokens : tokens + 3])
-    ops.conv_update(s.lines, entries([mine]), entries([mine]), x[tokens:], **p, out=out[tokens:], granule=8, impl=impl)
+    ops.conv_update(
+        s.lines, entries([mine]), entries([mine]), x[tokens:], **p, out=out[tokens:], granule=8, impl=impl
+    )
     whole = torch.empty(tokens + 1, DIM)
     ops.conv_prefill(
         s.lines, entries([shared]), i32([[mine.line]]), i32([[tokens + 1]]), i32([0, tokens + 1]), x, **p, out=whole,
@@ -135,7 +142,9 @@ def test_every_tap_is_read_before_any_is_written():
     for n in range(20):
         lines, out = line.clone(), torch.empty(1, dim)
         with guard(order="shuffle", seed=n):
-            ops.conv_update(lines, i32([[0]]), i32([[0]]), x, **layer(4, dim), out=out, granule=8, impl="triton")
+            ops.conv_update(
+                lines, i32([[0]]), i32([[0]]), x, **layer(4, dim), out=out, granule=8, impl="triton"
+            )
         results.append((lines, out))
     assert all(same(a, results[0][0]) and same(b, results[0][1]) for a, b in results)
     assert same(results[0][0].view(3, dim)[:2], line.view(3, dim)[1:])
@@ -323,7 +332,9 @@ def test_bad_update_is_refused_before_a_launch(changes, error, message):
         call(**changes)
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_PREFILL, ids=[str(n) for n in range(len(BAD_PREFILL))])
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), BAD_PREFILL, ids=[str(n) for n in range(len(BAD_PREFILL))]
+)
 def test_bad_prefill_is_refused_before_a_launch(changes, error, message):
     with pytest.raises(error, match=message):
         call_prefill(**changes)

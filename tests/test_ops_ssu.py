@@ -1,5 +1,11 @@
 """One-token state updates (Mamba-2 and gated delta rule): fp64, the twin under the guard, equal bits, bad input."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,11 +31,19 @@ from tests.recurrent import (
 )
 
 IMPLS = ["reference", "triton"]
+ROOT = Path(__file__).parent.parent
 FAMILIES = {"ssu": Ssd(heads=5, groups=1, state_dim=32), "delta": Delta()}
 Tensor = torch.Tensor
 
 
-def update(name: str, s: Storage, src: list[Placed], dst: list[Placed], inputs: dict, out: Tensor, **kwargs: object) -> None:
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def update(
+    name: str, s: Storage, src: list[Placed], dst: list[Placed], inputs: dict, out: Tensor, **kwargs: object
+) -> None:
     family = FAMILIES[name]
     members = (i32([p.members for p in src]), i32([p.members for p in dst]))
     shape = {"granule": s.granule(s.dtype), "heads_per_member": s.heads_per_member}
@@ -182,7 +196,15 @@ def test_a_state_that_another_row_reads_is_a_hazard(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_state_rounded_elsewhere_changes_bits(name):
     """The twin of the rounding: two steps in fp32, rounded once, are not two steps rounded twice."""
-    base = {"organization": "members", "rows": [0], "steps": 2, "spare": 0, "absent": True, "seed": 0, "order": "forward"}
+    base = {
+        "organization": "members",
+        "rows": [0],
+        "steps": 2,
+        "spare": 0,
+        "absent": True,
+        "seed": 0,
+        "order": "forward",
+    }
     (_, [wide]), (_, [narrow]) = (
         run_steps(name, "triton", base | {"state": t}, plainly=True) for t in (FP32, BF16)
     )
@@ -207,6 +229,24 @@ def test_entries_beyond_2_31_elements(name):
         states.append(pool[dst * 8 : dst * 8 + size].clone())
     assert same(*outs)
     assert same(*states)
+
+
+# ------------------------------------------------------------------------------------------- compiled code
+def test_paging_costs_nothing_in_the_machine_code():
+    """As many memory instructions as on dense slots everywhere; registers within one step of ptxas's allocation (8),
+    which moves either way, and no more in sum.
+    """
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.contiguous_probe", "sm_80", "sm_90", "gfx942"]
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pairs = json.loads(done.stdout)
+    assert len(pairs) == 12
+    for name, (paged, dense) in pairs.items():
+        assert paged["accesses"] <= dense["accesses"], name
+        assert paged["wide"] == dense["wide"] > 0, name
+        assert paged["registers"] <= dense["registers"] + 8, name
+    assert sum(p["registers"] for p, _ in pairs.values()) <= sum(d["registers"] for _, d in pairs.values())
 
 
 # ------------------------------------------------------------------------------------------- bad input

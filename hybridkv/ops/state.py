@@ -268,7 +268,8 @@ def ssd(
     the placement, or how the tokens were cut into calls. Products take operands of x's dtype and sum in fp32.
 
     A row with an absent window or without tokens is inactive: nothing is written, its output included. A row may end in
-    its own source members; they are read before they are written.
+    its own source members; they are read before they are written. Tokens are taken back (drafts refused) by going on
+    from an earlier position with the state of its chunk, until the row begins a later chunk in the same window.
 
     Args:
         pool: raw storage of states, mutated, `[elements]`, bf16 or fp32.

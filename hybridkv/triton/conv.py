@@ -10,12 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
-from hybridkv.triton.common import CompileCase, architecture, constants, options, signature, silu
+from hybridkv.triton.common import SHAPES, CompileCase, architecture, constants, options, signature, silu
 from hybridkv.units import piece_elements
 
 # One warp: 8 channels of 2 bytes, one 128-bit access a tap, for each of 64 lanes, or twice for each of 32.
 _UPDATE = {"default": {"BLOCK": 512, "warps": 1}}
 _PREFILL = {"default": {"BLOCK": 512, "TOKENS": 8, "warps": 1}}
+
+
+def _shape(dim: int, width: int, pieces: int, granule: int, itemsize: int) -> dict[str, Any]:
+    piece = piece_elements((width - 1) * dim, pieces, itemsize)
+    return {"DIM": dim, "W": width, "GRANULE": granule, "PIECES": pieces, "PIECE": piece}
 
 
 @triton.jit
@@ -118,10 +123,8 @@ def conv_update(
     c = constants(_UPDATE, architecture(x.device))
     _conv_update_kernel[(triton.cdiv(dim, c["BLOCK"]), rows)](
         lines, line_src, line_dst, line_src.stride(0), line_dst.stride(0),
-        x, x.stride(0), weight, bias, out, out.stride(0),
-        DIM=dim, W=width, GRANULE=granule, PIECES=pieces,
-        PIECE=piece_elements((width - 1) * dim, pieces, lines.element_size()),
-        ACTIVATION=activation, BLOCK=c["BLOCK"], **options(warps=c["warps"]),
+        x, x.stride(0), weight, bias, out, out.stride(0), ACTIVATION=activation, BLOCK=c["BLOCK"],
+        **_shape(dim, width, pieces, granule, x.element_size()), **options(warps=c["warps"]),
     )  # fmt: skip
 
 
@@ -227,11 +230,11 @@ def conv_prefill(
     if not rows:
         return
     c = constants(_PREFILL, architecture(x.device))
-    shape: dict[str, Any] = {
-        "DIM": dim, "W": width, "GRANULE": granule, "PIECES": pieces,
-        "PIECE": piece_elements((width - 1) * dim, pieces, lines.element_size()),
-        "BLOCK": c["BLOCK"], **options(warps=c["warps"]),
-    }  # fmt: skip
+    shape = (
+        _shape(dim, width, pieces, granule, x.element_size())
+        | {"BLOCK": c["BLOCK"]}
+        | options(warps=c["warps"])
+    )
     blocks = triton.cdiv(dim, c["BLOCK"])
     if max_tokens:
         _conv_prefill_kernel[(blocks * triton.cdiv(max_tokens, c["TOKENS"]), rows)](
@@ -245,60 +248,37 @@ def conv_prefill(
         )  # fmt: skip
 
 
-def _cases() -> list[CompileCase]:
+def compile_cases(arch: str) -> list[CompileCase]:
+    """bf16 lines at 16-byte granules: whole, and ("striped") in three pieces."""
+    update, prefill = constants(_UPDATE, arch), constants(_PREFILL, arch)
+    tensors, rows = "lines_ptr x_ptr w_ptr bias_ptr out_ptr", {"i64_16": "stride_x stride_out"}
+    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64="stride_src stride_dst", **rows)
+    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64="stride_src", **rows)
+    keep = signature(
+        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i64_16="stride_x", i32="kept",
+        i64="stride_src stride_dst_row stride_dst_line stride_at",
+    )  # fmt: skip
     cases = []
-    for geometry, dim in (
-        ("Falcon-H1-7B", 3584),
-        ("Granite-4.0-H-Micro", 4352),
-        ("Qwen3-Next-80B-A3B", 8192),
-    ):
-        constexprs = {"DIM": dim, "W": 4, "GRANULE": 8, "PIECES": 1, "PIECE": 3 * dim}
-        shared = {"geometry": geometry, "options": options(warps=1)}
-        token = 2 * dim
-        cases += [
-            CompileCase(
-                kernel=_conv_update_kernel,
-                signature=signature(
-                    p_bf16_16="lines_ptr x_ptr w_ptr bias_ptr out_ptr",
-                    p_i32="src_ptr dst_ptr",
-                    i64_16="stride_x stride_out",
-                    i64="stride_src stride_dst",
+    for name, s in SHAPES.items():
+        token, line = 2.0 * s.conv_dim, 2.0 * (s.conv_width - 1) * s.conv_dim
+        for pieces, variant in ((1, ""), (3, "striped")):
+            shape = _shape(s.conv_dim, s.conv_width, pieces, 8, 2)
+            common = {"geometry": name, "variant": variant}
+            cases += [
+                CompileCase(
+                    kernel=_conv_update_kernel, signature=one, options=options(warps=update["warps"]),
+                    constexprs=shape | {"BLOCK": update["BLOCK"], "ACTIVATION": True},
+                    bytes_per_token=2 * line + 2 * token, floor_bytes=2 * line + 2 * token, **common,
                 ),
-                constexprs=constexprs | {"ACTIVATION": True, "BLOCK": 512},
-                bytes_per_token=8 * token,
-                floor_bytes=8 * token,  # line read and written, input, output; weights stay in the L2
-                **shared,
-            ),
-            CompileCase(
-                kernel=_conv_prefill_kernel,
-                signature=signature(
-                    p_bf16_16="lines_ptr x_ptr w_ptr bias_ptr out_ptr",
-                    p_i32="src_ptr starts_ptr",
-                    i64_16="stride_x stride_out",
-                    i64="stride_src",
+                CompileCase(
+                    kernel=_conv_prefill_kernel, signature=many, options=options(warps=prefill["warps"]),
+                    constexprs=shape | {"BLOCK": prefill["BLOCK"], "TOKENS": prefill["TOKENS"], "ACTIVATION": True},
+                    bytes_per_token=token * (2 + (s.conv_width - 1) / prefill["TOKENS"]), floor_bytes=2 * token, **common,
                 ),
-                constexprs=constexprs | {"ACTIVATION": True, "BLOCK": 512, "TOKENS": 8},
-                bytes_per_token=(11 / 8 + 1) * token,
-                floor_bytes=2 * token,
-                **shared,
-            ),
-            CompileCase(
-                kernel=_conv_lines_kernel,
-                signature=signature(
-                    p_bf16_16="lines_ptr x_ptr",
-                    p_i32="src_ptr dst_ptr at_ptr starts_ptr",
-                    i64_16="stride_x",
-                    i64="stride_src stride_dst_row stride_dst_line stride_at",
-                    i32="kept",
+                CompileCase(
+                    kernel=_conv_lines_kernel, signature=keep, options=options(warps=prefill["warps"]),
+                    constexprs=shape | {"BLOCK": prefill["BLOCK"]}, per="line",
+                    bytes_per_token=3 * line, floor_bytes=2 * line, **common,
                 ),
-                constexprs=constexprs | {"BLOCK": 512},
-                bytes_per_token=9 * token,
-                floor_bytes=6 * token,
-                per="line",
-                **shared,
-            ),
-        ]
+            ]  # fmt: skip
     return cases
-
-
-CASES = _cases()

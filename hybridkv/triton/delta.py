@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from hybridkv.triton.common import (
+    SHAPES,
     CompileCase,
     architecture,
     constants,
@@ -99,6 +100,26 @@ def delta_update(
         K=key_dim, V=value_dim, GRANULE=granule, HEADS=heads_per_member, GROUP=heads // key_heads, BV=bv,
         **options(warps=c["warps"]),
     )  # fmt: skip
+
+
+def _window(
+    key_heads: int, key_dim: int, heads: int, value_dim: int, itemsize: int, granule: int
+) -> dict[str, int]:
+    parts = delta_window(key_heads, key_dim, heads, value_dim, itemsize)
+    return {
+        "HV": heads,
+        "L": DELTA_CHUNK,
+        "WINDOW_GRANULE": granule,
+        "AT_V": parts.second,
+        "AT_A": parts.third,
+    }
+
+
+def _append_shape(key_heads: int, key_dim: int, heads: int, window: dict[str, int]) -> dict[str, int]:
+    width = key_heads * key_dim
+    return {name: window[name] for name in ("HV", "L", "WINDOW_GRANULE", "AT_A")} | {
+        "WIDTH": width, "BLOCK": triton.next_power_of_2(width), "BLOCK_HV": triton.next_power_of_2(heads),
+    }  # fmt: skip
 
 
 @triton.jit
@@ -260,72 +281,75 @@ def delta_rule(
     if not rows or not max_tokens:
         return
     c = constants(_RULE, architecture(v.device))
-    bv, parts = min(value_dim, c["BV"]), delta_window(key_heads, key_dim, heads, value_dim, k.element_size())
-    spans = (window_pool, windows, starts, positions)
+    bv, spans = min(value_dim, c["BV"]), (window_pool, windows, starts, positions)
+    window = _window(key_heads, key_dim, heads, value_dim, k.element_size(), window_granule)
     _delta_rule_kernel[(value_dim // bv, heads, rows)](
         pool, src_members, src_members.stride(0), boundaries, boundaries.stride(0), boundaries.stride(1),
         *spans, q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A, bias,
         out, out.stride(0), scale,
-        HK=key_heads, K=key_dim, HV=heads, V=value_dim, L=DELTA_CHUNK, GRANULE=granule, HEADS=heads_per_member,
-        WINDOW_GRANULE=window_granule, AT_V=parts.second, AT_A=parts.third, BV=bv,
+        HK=key_heads, K=key_dim, V=value_dim, GRANULE=granule, HEADS=heads_per_member, BV=bv, **window,
         **options(warps=c["warps"]),
     )  # fmt: skip
     _delta_append_kernel[(min(DELTA_CHUNK, max_tokens), rows)](
-        *spans, k, k.stride(0), a, a.stride(0),
-        WINDOW_GRANULE=window_granule, L=DELTA_CHUNK, WIDTH=key_heads * key_dim, HV=heads, AT_A=parts.third,
-        BLOCK=triton.next_power_of_2(key_heads * key_dim), BLOCK_HV=triton.next_power_of_2(heads),
+        *spans,
+        k,
+        k.stride(0),
+        a,
+        a.stride(0),
+        **_append_shape(key_heads, key_dim, heads, window),
         **options(warps=4),
-    )  # fmt: skip
+    )
 
 
-def _cases(geometry: str, HK: int, HV: int, K: int, V: int, heads: int) -> list[CompileCase]:
-    parts, state, L = delta_window(HK, K, HV, V), HV * K * V * 2, DELTA_CHUNK
-    row = 2 * (HK * K + HV * V + HV)  # bytes of one position of a window
-    token = row + 2 * (HK * K + HV * V + HV)  # inputs and output
-    tables, strides = "src_ptr windows_ptr starts_ptr positions_ptr", "stride_src stride_a"
-    state_shape = {"K": K, "V": V, "GRANULE": 8, "HEADS": heads}
-    window = {"L": L, "HV": HV, "WINDOW_GRANULE": 8, "AT_A": parts.third}
-    return [
-        CompileCase(
-            kernel=_delta_update_kernel,
-            geometry=geometry,
-            signature=signature(
-                p_bf16_16="pool_ptr q_ptr k_ptr v_ptr out_ptr", p_bf16="a_ptr b_ptr", p_fp32="A_ptr bias_ptr",
-                p_i32="src_ptr dst_ptr", i64_16="stride_q stride_k stride_v stride_out",
-                i64="stride_src stride_dst stride_a stride_b", fp32="scale",
+def compile_cases(arch: str) -> list[CompileCase]:
+    """Qwen3-Next with S1's member pages at 16-byte granules; bytes of the rule are those of a decode step."""
+    update, rule, name = constants(_UPDATE, arch), constants(_RULE, arch), "qwen3-next"
+    s, L = SHAPES[name], DELTA_CHUNK
+    HV, K, V = s.state
+    HK, row, token = (
+        s.groups,
+        2.0 * (s.groups * K + HV * V + HV),
+        2.0 * (2 * s.groups * K + 2 * HV * V + 2 * HV),
+    )
+    gates = {"p_bf16": "a_ptr b_ptr", "p_fp32": "A_ptr bias_ptr", "fp32": "scale"}
+    rows = {"i64_16": "stride_q stride_k stride_v stride_out"}
+    cases = []
+    for itemsize, variant in ((2, "bf16"), (4, "fp32")):
+        tensors, state = "q_ptr k_ptr v_ptr out_ptr", HV * K * V * itemsize
+        types = {"p_bf16_16": f"{tensors} window_ptr"} | gates | rows
+        types |= (
+            {"p_fp32_16": "pool_ptr"} if itemsize == 4 else {"p_bf16_16": f"{tensors} window_ptr pool_ptr"}
+        )
+        heads = min(HV, s.page_bytes // (K * V * itemsize))
+        shape = {"K": K, "V": V, "GRANULE": 16 // itemsize, "HEADS": heads}
+        one = signature(p_i32="src_ptr dst_ptr", i64="stride_src stride_dst stride_a stride_b", **types)
+        many = signature(
+            p_i32="src_ptr boundaries_ptr windows_ptr starts_ptr positions_ptr",
+            i64="stride_src stride_boundaries_row stride_boundaries_chunk stride_a stride_b", **types,
+        )  # fmt: skip
+        del one["window_ptr"]
+        window = state * (1 + 1 / L) + (L + 1) / 2 * row + token  # the state is written once a chunk
+        cases += [
+            CompileCase(
+                kernel=_delta_update_kernel, geometry=name, variant=variant, signature=one,
+                constexprs=shape | {"GROUP": HV // HK, "BV": update["BV"]}, options=options(warps=update["warps"]),
+                bytes_per_token=2 * state + token, floor_bytes=2 * state + token,
             ),
-            constexprs=state_shape | {"GROUP": HV // HK, "BV": 32},
-            options=options(warps=4),
-            bytes_per_token=2 * state + token,
-            floor_bytes=2 * state + token,
-        ),
-        CompileCase(
-            kernel=_delta_rule_kernel,
-            geometry=geometry,
-            signature=signature(
-                p_bf16_16="pool_ptr window_ptr q_ptr k_ptr v_ptr out_ptr", p_bf16="a_ptr b_ptr",
-                p_fp32="A_ptr bias_ptr", p_i32=f"{tables} boundaries_ptr",
-                i64_16="stride_q stride_k stride_v stride_out",
-                i64=f"{strides} stride_boundaries_row stride_boundaries_chunk stride_b", fp32="scale",
+            CompileCase(
+                kernel=_delta_rule_kernel, geometry=name, variant=variant, signature=many,
+                constexprs=shape | _window(HK, K, HV, V, 2, 8) | {"HK": HK, "BV": rule["BV"]},
+                options=options(warps=rule["warps"]), bytes_per_token=window, floor_bytes=window,
             ),
-            constexprs=state_shape | window | {"HK": HK, "AT_V": parts.second, "BV": 32},
-            options=options(warps=4),
-            bytes_per_token=state * (1 + 1 / L) + (L + 1) / 2 * row + token,  # written once a chunk
-            floor_bytes=state * (1 + 1 / L) + (L + 1) / 2 * row + token,
-        ),
+        ]  # fmt: skip
+    cases.append(
         CompileCase(
-            kernel=_delta_append_kernel,
-            geometry=geometry,
+            kernel=_delta_append_kernel, geometry=name, options=options(warps=4),
             signature=signature(
                 p_bf16_16="window_ptr k_ptr", p_bf16="a_ptr", p_i32="windows_ptr starts_ptr positions_ptr",
                 i64_16="stride_k", i64="stride_a",
             ),
-            constexprs=window | {"WIDTH": HK * K, "BLOCK": HK * K, "BLOCK_HV": HV},
-            options=options(warps=4),
-            bytes_per_token=4 * (HK * K + HV),
-            floor_bytes=4 * (HK * K + HV),
-        ),
-    ]  # fmt: skip
-
-
-CASES = _cases("Qwen3-Next-80B-A3B", 16, 32, 128, 128, 16)
+            constexprs=_append_shape(HK, K, HV, _window(HK, K, HV, V, 2, 8)),
+            bytes_per_token=4.0 * (HK * K + HV), floor_bytes=4.0 * (HK * K + HV),
+        )
+    )  # fmt: skip
+    return cases

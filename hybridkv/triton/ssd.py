@@ -13,17 +13,63 @@ Every product runs over all L positions with masked ones zero, at any phase: pre
 same instructions. Row tiles are 16 high and aligned to the chunk: mma.sync, never wgmma (rule R7, triton #9433).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from hybridkv.triton.common import CompileCase, architecture, constants, exp, options, signature, softplus
+from hybridkv.triton.common import (
+    SHAPES,
+    CompileCase,
+    architecture,
+    constants,
+    exp,
+    options,
+    signature,
+    softplus,
+)
 from hybridkv.triton.recurrent import member, piece, store_tile
 from hybridkv.units import ssd_window
 
 # Tiles by bytes of an input. BM x BP outputs from BK of the state's N columns a step; BM x BN of the state.
 _ROWS = {"default": {2: {"BM": 16, "BP": 128, "BK": 64, "warps": 4, "stages": 2}, 4: {"BM": 16, "BP": 64, "BK": 32, "warps": 4, "stages": 1}}}  # fmt: skip
 _FOLD = {"default": {2: {"BM": 32, "BN": 128, "warps": 4, "stages": 1}, 4: {"BM": 32, "BN": 64, "warps": 4, "stages": 1}}}  # fmt: skip
+
+
+def _shape(
+    heads: int, head_dim: int, groups: int, state_dim: int, chunk: int, itemsize: int, granule: int, per_member: int,
+    window_granule: int,
+) -> dict[str, int]:  # fmt: skip
+    parts = ssd_window(chunk, heads, head_dim, groups, state_dim, itemsize)
+    return {
+        "H": heads, "P": head_dim, "G": groups, "N": state_dim, "L": chunk, "GRANULE": granule, "HEADS": per_member,
+        "WINDOW_GRANULE": window_granule, "AT_B": parts.second, "AT_DT": parts.third,
+    }  # fmt: skip
+
+
+def _append_shape(shape: dict[str, int]) -> dict[str, int]:
+    wide, narrow = shape["H"] * shape["P"], shape["G"] * shape["N"]
+    return {name: shape[name] for name in ("WINDOW_GRANULE", "L", "H", "AT_B", "AT_DT")} | {
+        "HP": wide, "BLOCK_HP": triton.next_power_of_2(wide), "GN": narrow, "BLOCK_GN": triton.next_power_of_2(narrow),
+        "BLOCK_H": triton.next_power_of_2(shape["H"]),
+    }  # fmt: skip
+
+
+def _rows_launch(
+    head_dim: int, state_dim: int, arch: str, itemsize: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    c = constants(_ROWS, arch)[itemsize]
+    tiles = {"BM": c["BM"], "BP": min(head_dim, c["BP"]), "BK": min(state_dim, c["BK"])}
+    return tiles, options(warps=c["warps"], stages=c["stages"])
+
+
+def _fold_launch(
+    head_dim: int, state_dim: int, arch: str, itemsize: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    c = constants(_FOLD, arch)[itemsize]
+    tiles = {"BM": min(head_dim, c["BM"]), "BN": min(state_dim, c["BN"])}
+    return tiles, options(warps=c["warps"], stages=c["stages"])
 
 
 @triton.jit(do_not_specialize=["later"])
@@ -250,13 +296,8 @@ def ssd(
     rows, (heads, head_dim), (groups, state_dim) = len(windows), x.shape[1:], B.shape[1:]
     if not rows or not max_tokens:
         return
-    parts = ssd_window(chunk, heads, head_dim, groups, state_dim, x.element_size())
     arch, size = architecture(x.device), x.element_size()
-    r, f = constants(_ROWS, arch)[size], constants(_FOLD, arch)[size]
-    shape = {
-        "H": heads, "P": head_dim, "G": groups, "N": state_dim, "L": chunk, "GRANULE": granule,
-        "HEADS": heads_per_member, "WINDOW_GRANULE": window_granule, "AT_B": parts.second, "AT_DT": parts.third,
-    }  # fmt: skip
+    shape = _shape(heads, head_dim, groups, state_dim, chunk, size, granule, heads_per_member, window_granule)
     room = pool if scratch is None else scratch  # never read as long as a call has one piece
     spans = (window_pool, windows, starts, positions)
     states = (
@@ -264,94 +305,85 @@ def ssd(
         room, 0 if scratch is None else scratch.stride(0), *spans,
     )  # fmt: skip
     pieces = 1 + (max_tokens + chunk - 2) // chunk  # the most that a row can touch, at the worst phase
-    rows_per_piece = min(chunk, max_tokens)
+    tokens = min(chunk, max_tokens)  # the most of a piece
 
     def append(later: int) -> None:
-        _ssd_append_kernel[(rows_per_piece, rows)](
-            *spans, x, x.stride(0), dt, dt.stride(0), B, B.stride(0), later,
-            WINDOW_GRANULE=window_granule, L=chunk, HP=heads * head_dim, GN=groups * state_dim, H=heads,
-            BLOCK_HP=triton.next_power_of_2(heads * head_dim), BLOCK_GN=triton.next_power_of_2(groups * state_dim),
-            BLOCK_H=triton.next_power_of_2(heads), AT_B=parts.second, AT_DT=parts.third, **options(warps=4),
-        )  # fmt: skip
+        _ssd_append_kernel[(tokens, rows)](
+            *spans,
+            x,
+            x.stride(0),
+            dt,
+            dt.stride(0),
+            B,
+            B.stride(0),
+            later,
+            **_append_shape(shape),
+            **options(warps=4),
+        )
 
     def outputs(first: int, count: int) -> None:
-        bp = min(head_dim, r["BP"])
-        tiles = min(chunk // r["BM"], 1 + triton.cdiv(rows_per_piece - 1, r["BM"]))
-        _ssd_rows_kernel[(tiles * (head_dim // bp), heads, rows * count)](
+        tiles, launch = _rows_launch(head_dim, state_dim, arch, size)
+        height = min(chunk // tiles["BM"], 1 + triton.cdiv(tokens - 1, tiles["BM"]))
+        _ssd_rows_kernel[(height * (head_dim // tiles["BP"]), heads, rows * count)](
             *states, x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), C, C.stride(0), D, bias, out, out.stride(0),
-            first, count, BM=r["BM"], BP=bp, BK=min(state_dim, r["BK"]), **shape,
-            **options(warps=r["warps"], stages=r["stages"]),
+            first, count, **shape, **tiles, **launch,
         )  # fmt: skip
 
     append(0)
     outputs(0, 1)
-    bm, bn = min(head_dim, f["BM"]), min(state_dim, f["BN"])
-    _ssd_fold_kernel[((head_dim // bm) * (state_dim // bn), heads, rows)](
-        *states, x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), bias, BM=bm, BN=bn, **shape,
-        **options(warps=f["warps"], stages=f["stages"]),
-    )  # fmt: skip
+    tiles, launch = _fold_launch(head_dim, state_dim, arch, size)
+    _ssd_fold_kernel[((head_dim // tiles["BM"]) * (state_dim // tiles["BN"]), heads, rows)](
+        *states, x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), bias, **shape, **tiles, **launch
+    )
     if pieces > 1:
         append(1)
         outputs(1, pieces - 1)
 
 
-def _cases(geometry: str, H: int, P: int, N: int, L: int, heads: int) -> list[CompileCase]:
-    parts, state = ssd_window(L, H, P, 1, N), H * P * N * 2
-    row = 2 * (H * P + N + H)  # bytes of one position of a window
-    shared = {"H": H, "N": N, "L": L, "WINDOW_GRANULE": 8, "AT_B": parts.second, "AT_DT": parts.third}
-    body = shared | {"P": P, "G": 1, "GRANULE": 8, "HEADS": heads}
-    spans = "windows_ptr starts_ptr positions_ptr"
-    tables = f"src_ptr boundaries_ptr {spans}"
-    strides = "stride_src stride_boundaries_row stride_boundaries_chunk stride_dt"
-    r, f = _ROWS["default"][2], _FOLD["default"][2]
-    bp, bn = min(P, r["BP"]), min(N, f["BN"])
-    append = {k: v for k, v in shared.items() if k != "N"} | {
-        "HP": H * P, "BLOCK_HP": triton.next_power_of_2(H * P), "GN": N, "BLOCK_GN": N,
-        "BLOCK_H": triton.next_power_of_2(H),
-    }  # fmt: skip
-    return [
-        CompileCase(
-            kernel=_ssd_append_kernel,
-            geometry=geometry,
-            signature=signature(
-                p_bf16_16="window_ptr x_ptr B_ptr", p_bf16="dt_ptr", p_i32=spans,
-                i64_16="stride_x stride_B", i64="stride_dt", i32="later",
-            ),
-            constexprs=append,
-            options=options(warps=4),
-            bytes_per_token=2 * row,
-            floor_bytes=2 * row,
-        ),
-        CompileCase(
-            kernel=_ssd_rows_kernel,
-            geometry=geometry,
-            signature=signature(
-                p_bf16_16="pool_ptr scratch_ptr window_ptr x_ptr B_ptr C_ptr out_ptr", p_bf16="dt_ptr",
-                p_fp32="A_ptr D_ptr bias_ptr", p_i32=tables,
-                i64_16="stride_scratch stride_x stride_B stride_C stride_out", i64=strides, i32="first_piece pieces",
-            ),
-            constexprs=body | {"BM": r["BM"], "BP": bp, "BK": min(N, r["BK"])},
-            options=options(warps=r["warps"], stages=r["stages"]),
-            bytes_per_token=state + (L + 1) / 2 * row + 2 * (N + H * P),  # the window is half full on average
-            floor_bytes=state + (L + 1) / 2 * row + 2 * (N + H * P),
-        ),
-        CompileCase(
-            kernel=_ssd_fold_kernel,
-            geometry=geometry,
-            signature=signature(
-                p_bf16_16="pool_ptr scratch_ptr window_ptr x_ptr B_ptr", p_bf16="dt_ptr", p_fp32="A_ptr bias_ptr",
-                p_i32=tables, i64_16="stride_scratch stride_x stride_B", i64=strides,
-            ),
-            constexprs=body | {"BM": f["BM"], "BN": bn},
-            options=options(warps=f["warps"], stages=f["stages"]),
-            bytes_per_token=2 * state + L * (2 * H * P * (N // bn) + 2 * N * (H * P // f["BM"]) + 2 * H),
-            floor_bytes=2 * state + L * row,
-            per="chunk",
-        ),
-    ]  # fmt: skip
+CHUNKS = {"falcon-h1-7b": 64, "granite-4.0-h-micro": 32}  # the largest whose window fits a 512-KiB page
 
 
-CASES = [
-    *_cases("Falcon-H1-7B", 24, 128, 256, 64, 8),
-    *_cases("Granite-4.0-H-Micro", 64, 64, 128, 32, 32),
-]
+def compile_cases(arch: str) -> list[CompileCase]:
+    """Mamba-2 models with S1's member pages at 16-byte granules; bytes of rows are those of a decode step."""
+    cases = []
+    for name, L in CHUNKS.items():
+        s = SHAPES[name]
+        H, P, N = s.state
+        G, state, row = s.groups, 2.0 * H * P * N, 2.0 * (H * P + s.groups * N + H)
+        shape = _shape(H, P, G, N, L, 2, 8, min(H, s.page_bytes // (2 * P * N)), 8)
+        spans, tables = (
+            "windows_ptr starts_ptr positions_ptr",
+            "src_ptr boundaries_ptr windows_ptr starts_ptr positions_ptr",
+        )
+        tensors = "pool_ptr scratch_ptr window_ptr x_ptr B_ptr"
+        strides = "stride_src stride_boundaries_row stride_boundaries_chunk stride_dt"
+        (rows, rows_launch), (fold, fold_launch) = _rows_launch(P, N, arch, 2), _fold_launch(P, N, arch, 2)
+        cases += [
+            CompileCase(
+                kernel=_ssd_append_kernel, geometry=name, options=options(warps=4),
+                signature=signature(
+                    p_bf16_16="window_ptr x_ptr B_ptr", p_bf16="dt_ptr", p_i32=spans, i64_16="stride_x stride_B",
+                    i64="stride_dt", i32="later",
+                ),
+                constexprs=_append_shape(shape), bytes_per_token=2 * row, floor_bytes=2 * row,
+            ),
+            CompileCase(
+                kernel=_ssd_rows_kernel, geometry=name, options=rows_launch, constexprs=shape | rows,
+                signature=signature(
+                    p_bf16_16=f"{tensors} C_ptr out_ptr", p_bf16="dt_ptr", p_fp32="A_ptr D_ptr bias_ptr", p_i32=tables,
+                    i64_16="stride_scratch stride_x stride_B stride_C stride_out", i64=strides, i32="first_piece pieces",
+                ),
+                bytes_per_token=state + (L + 1) / 2 * row + 2 * (G * N + H * P),  # half a window on average
+                floor_bytes=state + (L + 1) / 2 * row + 2 * (G * N + H * P),
+            ),
+            CompileCase(
+                kernel=_ssd_fold_kernel, geometry=name, per="chunk", options=fold_launch, constexprs=shape | fold,
+                signature=signature(
+                    p_bf16_16=tensors, p_bf16="dt_ptr", p_fp32="A_ptr bias_ptr", p_i32=tables,
+                    i64_16="stride_scratch stride_x stride_B", i64=strides,
+                ),
+                bytes_per_token=2 * state + L * 2.0 * H * (P * (N // fold["BN"]) + N * (P // fold["BM"]) + 1),
+                floor_bytes=2 * state + L * row,
+            ),
+        ]  # fmt: skip
+    return cases
