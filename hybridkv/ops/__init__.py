@@ -7,9 +7,9 @@ the pool divided by `granule`; negative means absent.
 
 from hybridkv.kv_layout import KVLayout
 from hybridkv.ops.attention import decode_attention, decode_workspace, prefill_attention, write_kv
-from hybridkv.ops.loops import fill_exited
 from hybridkv.ops.conv import conv_prefill, conv_update
 from hybridkv.ops.delta import delta_rule, delta_update
+from hybridkv.ops.loops import fill_exited
 from hybridkv.ops.moves import copy_units, gather_units, scatter_units, zero_units
 from hybridkv.ops.state import ssd, state_update
 
