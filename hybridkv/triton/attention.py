@@ -26,10 +26,6 @@ _LAUNCH = {
     "gfx942": {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2)},
 }
 _MERGE_OPTIONS = options(warps=1)
-_INDICES = ("table_ptr", "rows_ptr", "lengths_ptr", "query_start_ptr", "exits_ptr", "depths_ptr")
-_STRIDES = ("table_stride", "plane_stride", "exits_stride", "segments", "slots")
-
-
 LOG2_E = 1.4426950408889634
 _INDICES = ("table_ptr", "rows_ptr", "lengths_ptr", "query_start_ptr", "exits_ptr", "depths_ptr")
 _STRIDES = ("table_stride", "plane_stride", "exits_stride", "segments", "slots")
@@ -71,9 +67,7 @@ def _segment(
         else:
             entry = tl.load(table_ptr + o_t // BLOCK_TOKENS, mask=o_t < high, other=-1).to(tl.int64)
         m_t = (o_t < high) & (entry >= 0)
-        if (
-            WINDOW > 0
-        ):  # what lies before the window may have been freed, and a weight of 0 does not undo a NaN
+        if WINDOW > 0:  # earlier positions may have been freed, and a weight of 0 does not undo a NaN
             m_t = m_t & (o_t >= first)
         o_kv = entry * GRANULE + (o_t % BLOCK_TOKENS) * TOKEN_STRIDE
         b_k = tl.load(pool_ptr + o_kv[None, :] + o_d[:, None], mask=m_t[None, :], other=0.0)
@@ -297,34 +291,47 @@ def compile_cases(arch: str) -> list[CompileCase]:
     """bf16, blocks of 16 and 512 tokens; bytes at 2,048 tokens of context, of one token of one sequence."""
     pointers = {
         "p_bf16_16": "pool_ptr query_ptr out_ptr", "p_fp32_16": "workspace_ptr",
-        "p_i32": "table_ptr rows_ptr lengths_ptr query_start_ptr", "i64_16": "query_stride out_stride",
+        "p_i32": "table_ptr rows_ptr lengths_ptr query_start_ptr exits_ptr depths_ptr",
+        "i64_16": "query_stride out_stride",
         "i64": "table_stride plane_stride exits_stride segments slots", "fp32": "scale",
     }  # fmt: skip
     absent = {"exits_ptr": None, "depths_ptr": None}
     cases = []
-    for name, s in SHAPES.items():
-        context, line, row = 2048, 4.0 * s.kv_heads * s.head_dim, 2.0 * s.query_heads * s.head_dim
-        partial = context / SEGMENT * s.query_heads * (s.head_dim + 2) * 4
-        for tokens in (16, 512):
-            layout = KVLayout.token_major(s.kv_heads, s.head_dim, tokens, 8192)
-            constexprs, launch = _launch(arch, layout, s.query_heads, 0)
-            common = {"geometry": name, "variant": f"{tokens}", "signature": signature(**pointers)}
-            read = context * line + row
+    for name, (heads, kv_heads, dim, block_tokens) in _shapes().items():
+        context, line, row = 2048, 4.0 * kv_heads * dim, 2.0 * heads * dim
+        partial = context / SEGMENT * heads * (dim + 2) * 4
+        read = context * line + row
+        for tokens in block_tokens:
+            exits = name == "ouro-1.4b"
+            constexprs, launch = _launch(arch, KVLayout.token_major(kv_heads, dim, tokens, 8192), heads, 0)
+            constexprs = constexprs if exits else constexprs | absent
+            common = {
+                "geometry": name,
+                "variant": f"{tokens}, exits" if exits else f"{tokens}",
+                "signature": signature(**pointers),
+                "options": launch,
+            }
             cases += [
                 CompileCase(
-                    kernel=_decode_segment_kernel, constexprs=constexprs | absent | {"HEADS": s.query_heads}, options=launch,
+                    kernel=_decode_segment_kernel, constexprs=constexprs | {"HEADS": heads},
                     bytes_per_token=read + partial, floor_bytes=read, **common,
                 ),
                 CompileCase(
-                    kernel=_prefill_attention_kernel, constexprs=constexprs | absent, options=launch,
+                    kernel=_prefill_attention_kernel, constexprs=constexprs,
                     bytes_per_token=read / constexprs["TOKENS"] + row, floor_bytes=2 * row + line, **common,
                 ),
             ]  # fmt: skip
-        merge = _merge_constexprs(s.query_heads, s.head_dim, 0)
         cases.append(
             CompileCase(
-                kernel=_decode_merge_kernel, geometry=name, signature=signature(**pointers), constexprs=merge,
-                options=_MERGE_OPTIONS, bytes_per_token=partial + row, floor_bytes=row,
+                kernel=_decode_merge_kernel, geometry=name, signature=signature(**pointers),
+                constexprs=_merge_constexprs(heads, dim, 0), options=_MERGE_OPTIONS,
+                bytes_per_token=partial + row, floor_bytes=row,
             )
         )  # fmt: skip
     return cases
+
+
+def _shapes() -> dict[str, tuple[int, int, int, tuple[int, ...]]]:
+    """Query heads, KV heads, head dimension and block sizes of every model that attention is compiled for."""
+    shapes = {name: (s.query_heads, s.kv_heads, s.head_dim, (16, 512)) for name, s in SHAPES.items()}
+    return shapes | {"ouro-1.4b": (16, 16, 128, (16,))}  # a looped model, whose tokens exit early
