@@ -12,7 +12,7 @@ import triton.language as tl
 
 from hybridkv.testing import aot
 from hybridkv.triton import ssu
-from hybridkv.triton.common import exp, softplus
+from hybridkv.triton.common import SHAPES, exp, softplus
 
 
 @triton.jit
@@ -25,8 +25,7 @@ def _dense_update_kernel(
     C_ptr, stride_C: tl.int64,
     D_ptr, bias_ptr,
     out_ptr, stride_out: tl.int64,
-    P: tl.constexpr, N: tl.constexpr, GRANULE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BM: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
@@ -53,7 +52,8 @@ def main(targets):
     for target in targets:
         read = aot._read_nvidia if target.startswith("sm") else aot._read_amd
         for case in ssu.compile_cases(target):
-            dense = case.constexprs | {"HEADS": case.constexprs["HEADS"] * 3}
+            dense = {k: v for k, v in case.constexprs.items() if k != "GRANULE"}
+            dense["HEADS"] = SHAPES[case.geometry].state[0]
             rows = [
                 read(aot.compile_case(c, target))
                 for c in (case, dataclasses.replace(case, kernel=_dense_update_kernel, constexprs=dense))

@@ -182,6 +182,9 @@ def _delta_rule_kernel(
     p_wk = p_window + i_hk * K + o_r[:, None] * (HK * K) + o_k[None, :]
     p_wv = p_window + AT_V + i_h * V + o_r[None, :] * (HV * V) + o_v[:, None]
 
+    b_s = b_S.to(
+        dtype
+    )  # the operand, carried beside the state: else the compiler carries an fp32 one, and spills
     for i_piece in range(tl.cdiv(phase + tokens, L)):
         origin, lo, hi = piece(starts_ptr, positions_ptr, i_row, i_piece, L)
         m_old = o_r < lo
@@ -198,7 +201,6 @@ def _delta_rule_kernel(
         b_cs = tl.cumsum(tl.where(o_r < hi, b_g, 0.0), 0)
         b_beta = sigmoid(tl.load(b_ptr + o_t * stride_b + i_h, mask=m_fresh, other=0.0).to(tl.float32))
 
-        b_s = b_S.to(dtype)
         b_kT = tl.trans(b_k)
         b_between = exp(tl.minimum(b_cs[None, :] - b_cs[:, None], 0.0))  # [earlier, later]
         b_w = tl.dot(b_k, b_q, input_precision="ieee") * b_between
@@ -217,6 +219,7 @@ def _delta_rule_kernel(
             b_u = (b_X * exp(tl.minimum(last - b_cs, 0.0))[None, :]).to(dtype)
             b_new = tl.dot(b_u, b_k, input_precision="ieee")
             b_S = (b_S.to(tl.float32) * exp(last) + b_new).to(pool_ptr.dtype.element_ty)
+            b_s = b_S.to(dtype)
             p_table = boundaries_ptr + i_row * stride_boundaries_row + i_piece * stride_boundaries_chunk
             o_dst, m_dst = member(p_table, i_h, GRANULE, HEADS, K * V)
             if m_dst:
