@@ -182,9 +182,8 @@ def _delta_rule_kernel(
     p_wk = p_window + i_hk * K + o_r[:, None] * (HK * K) + o_k[None, :]
     p_wv = p_window + AT_V + i_h * V + o_r[None, :] * (HV * V) + o_v[:, None]
 
-    b_s = b_S.to(
-        dtype
-    )  # the operand, carried beside the state: else the compiler carries an fp32 one, and spills
+    # The operand is carried beside the state: else the compiler carries it unrounded, and spills where that is fp32.
+    b_s = b_S.to(dtype)
     for i_piece in range(tl.cdiv(phase + tokens, L)):
         origin, lo, hi = piece(starts_ptr, positions_ptr, i_row, i_piece, L)
         m_old = o_r < lo
