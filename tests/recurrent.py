@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from hybridkv import ops
 from hybridkv.testing.guard import guard
 from hybridkv.units import DELTA_CHUNK, delta_window, ssd_window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BF16, FP32 = torch.bfloat16, torch.float32
 GRANULE = 16  # bytes
@@ -351,3 +355,14 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(
         a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
     )
+
+
+def check_registered(public: Callable[..., None], arguments: dict[str, object]) -> None:
+    """The op's schema tells what it mutates (HK-K8), and its public function traces without a graph break."""
+    numbers = {k: v for k, v in arguments.items() if isinstance(v, int | float)}
+    tensors = {
+        k: arguments[k] for k in inspect.signature(public).parameters if k in arguments and k not in numbers
+    }
+    op = getattr(torch.ops.hybridkv, public.__name__).default
+    torch.library.opcheck(op, tuple(tensors.values()), numbers, test_utils=("test_schema", "test_faketensor"))
+    torch.compile(lambda t: public(**t, **numbers), fullgraph=True, backend="eager")(tensors)

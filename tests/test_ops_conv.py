@@ -9,7 +9,19 @@ from hybridkv import ops
 from hybridkv.errors import UnsupportedError, UsageError
 from hybridkv.testing.guard import HazardError, guard
 from hybridkv.triton import conv as kernels
-from tests.recurrent import ABSENT, BF16, FP32, ORGANIZATIONS, Placed, Storage, budget, i32, relative, same
+from tests.recurrent import (
+    ABSENT,
+    BF16,
+    FP32,
+    ORGANIZATIONS,
+    Placed,
+    Storage,
+    budget,
+    check_registered,
+    i32,
+    relative,
+    same,
+)
 
 IMPLS = ["reference", "triton"]
 DIM = 48
@@ -272,22 +284,28 @@ def test_addresses_beyond_2_31_elements():
 
 
 # ------------------------------------------------------------------------------------------- bad input
-def call(**changes: object) -> None:
+def arguments() -> dict:
     s = torch.zeros(4096, dtype=BF16)
-    args = {
+    return {
         "lines": s, "line_src": i32([[0]]), "line_dst": i32([[64]]), "x": torch.zeros(1, DIM, dtype=BF16),
         "weight": torch.zeros(4, DIM), "bias": None, "out": torch.zeros(1, DIM), "granule": 8,
     }  # fmt: skip
-    ops.conv_update(**args | changes)
 
 
-def call_prefill(**changes: object) -> None:
-    args = {
+def call(**changes: object) -> None:
+    ops.conv_update(**arguments() | changes)
+
+
+def prefill_arguments() -> dict:
+    return {
         "lines": torch.zeros(4096, dtype=BF16), "line_src": i32([[0], [20]]), "line_dst": i32([[[64]], [[ABSENT]]]),
         "line_at": i32([[2], [0]]), "starts": i32([0, 2, 3]), "x": torch.zeros(3, DIM, dtype=BF16),
         "weight": torch.zeros(4, DIM), "bias": None, "out": torch.zeros(3, DIM), "granule": 8, "max_tokens": 2,
     }  # fmt: skip
-    ops.conv_prefill(**args | changes)
+
+
+def call_prefill(**changes: object) -> None:
+    ops.conv_prefill(**prefill_arguments() | changes)
 
 
 BAD = [
@@ -350,3 +368,9 @@ def test_empty_batches(impl):
 def test_good_input_is_accepted():
     call()
     call_prefill()
+
+
+@pytest.mark.filterwarnings("ignore")  # opcheck's own deprecations
+def test_the_ops_are_registered_as_they_are():
+    check_registered(ops.conv_update, arguments())
+    check_registered(ops.conv_prefill, prefill_arguments())

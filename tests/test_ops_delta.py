@@ -15,6 +15,7 @@ from tests.recurrent import (
     Delta,
     Storage,
     budget,
+    check_registered,
     i32,
     relative,
     same,
@@ -212,14 +213,17 @@ def test_entries_beyond_2_31_elements():
 F = Delta()
 
 
-def call(**changes: object) -> None:
-    args = {
+def arguments() -> dict:
+    return {
         "pool": torch.zeros(2**15, dtype=BF16), "src_members": i32([[0]]), "boundaries": i32([[[512], [1024]]]),
         "window_pool": torch.zeros(4096, dtype=BF16), "windows": i32([0]), "starts": i32([0, 20]),
         "positions": i32([0]), **F.tokens(20, 0), **F.constants(), "out": F.output(20), "granule": 8,
         "heads_per_member": 3, "window_granule": 8, "scale": 1.0, "max_tokens": 20,
     }  # fmt: skip
-    ops.delta_rule(**args | changes)
+
+
+def call(**changes: object) -> None:
+    ops.delta_rule(**arguments() | changes)
 
 
 BAD = [
@@ -261,3 +265,8 @@ def test_good_and_empty_batches(impl):
         src_members=none.view(0, 1), boundaries=none.view(0, 2, 1), windows=none, starts=i32([0]), positions=none,
         impl=impl,
     )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # opcheck's own deprecations
+def test_the_op_is_registered_as_it_is():
+    check_registered(ops.delta_rule, arguments())

@@ -15,6 +15,7 @@ from tests.recurrent import (
     Ssd,
     Storage,
     budget,
+    check_registered,
     i32,
     relative,
     same,
@@ -290,14 +291,17 @@ def test_entries_and_tokens_beyond_2_31_elements():
 F = Ssd(heads=2, groups=1, chunk=16)
 
 
-def call(**changes: object) -> None:
-    args = {
+def arguments() -> dict:
+    return {
         "pool": torch.zeros(2**15, dtype=BF16), "src_members": i32([[0]]), "boundaries": i32([[[512], [1024]]]),
         "scratch": torch.zeros(1, 2, 2, 16, 64, dtype=BF16), "window_pool": torch.zeros(4096, dtype=BF16),
         "windows": i32([0]), "starts": i32([0, 20]), "positions": i32([0]), **F.tokens(20, 0), **F.constants(),
         "out": F.output(20), "granule": 8, "heads_per_member": 2, "window_granule": 8, "chunk": 16, "max_tokens": 20,
     }  # fmt: skip
-    ops.ssd(**args | changes)
+
+
+def call(**changes: object) -> None:
+    ops.ssd(**arguments() | changes)
 
 
 BAD = [
@@ -352,3 +356,8 @@ def test_a_window_shared_by_two_rows_is_refused():
             src_members=i32([[0], [ABSENT]]), boundaries=i32([[[512], [1024]], [[1536], [2048]]]), windows=i32([0, 0]),
             scratch=torch.zeros(2, 2, 2, 16, 64, dtype=BF16), starts=i32([0, 10, 20]), positions=i32([0, 0]), **double,
         )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # opcheck's own deprecations
+def test_the_op_is_registered_as_it_is():
+    check_registered(ops.ssd, arguments())

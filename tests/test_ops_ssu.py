@@ -25,6 +25,7 @@ from tests.recurrent import (
     Ssd,
     Storage,
     budget,
+    check_registered,
     i32,
     relative,
     same,
@@ -250,7 +251,7 @@ def test_paging_costs_nothing_in_the_machine_code():
 
 
 # ------------------------------------------------------------------------------------------- bad input
-def call(name: str, **changes: object) -> None:
+def arguments(name: str) -> dict:
     f = FAMILIES[name]
     args = {
         "pool": torch.zeros(2**15, dtype=BF16), "src_members": i32([[0, 600]]), "dst_members": i32([[1200, 1800]]),
@@ -258,8 +259,12 @@ def call(name: str, **changes: object) -> None:
     }  # fmt: skip
     if name == "delta":
         args["scale"] = 1.0
+    return args
+
+
+def call(name: str, **changes: object) -> None:
     op = ops.state_update if name == "ssu" else ops.delta_update
-    op(**args | changes)
+    op(**arguments(name) | changes)
 
 
 BAD = [
@@ -311,3 +316,9 @@ def test_good_and_empty_batches(name, impl):
     f = FAMILIES[name]
     none = torch.zeros(0, 2, dtype=torch.int32)
     call(name, **f.tokens(0, 0), src_members=none, dst_members=none, out=f.output(0), impl=impl)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore")  # opcheck's own deprecations
+def test_the_op_is_registered_as_it_is(name):
+    check_registered(ops.state_update if name == "ssu" else ops.delta_update, arguments(name))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridkv.errors import UsageError
 from hybridkv.ops._register import register
 from hybridkv.ops._validate import (
     FLOATS,
@@ -90,19 +91,16 @@ def check_boundaries(src: Tensor, boundaries: Tensor, *, apart: int) -> None:
     if boundaries.device.type != "cpu" or not boundaries.numel():
         return
     rows, ends, members = boundaries.shape
-    near = (boundaries.reshape(-1, 1).long() - src.reshape(1, -1).long()).abs() < apart
-    near &= (boundaries.reshape(-1, 1) >= 0) & (src.reshape(1, -1) >= 0)
-    own = torch.eye(rows * members, dtype=torch.bool).reshape(rows, 1, members, rows * members)
-    own = own.expand(rows, ends, members, -1).reshape(-1, rows * members)
-    same = boundaries.reshape(-1, 1) == src.reshape(1, -1)
-    clash = torch.nonzero(near & ~(own & same))
+    written, read = boundaries.reshape(-1, 1).long(), src.reshape(1, -1).long()
+    own = (
+        torch.eye(rows * members, dtype=torch.bool).view(rows, 1, members, -1).expand(rows, ends, members, -1)
+    )
+    near = ((written - read).abs() < apart) & (written >= 0) & (read >= 0)
+    clash = torch.nonzero(near & ~((written == read) & own.reshape(near.shape)))
     if clash.numel():
-        at, read = clash[0].tolist()
-        require(
-            False,  # noqa: FBT003
-            "boundaries",
-            "disjoint from src_members of other rows",
-            f"{int(boundaries.reshape(-1)[at])} against {int(src.reshape(-1)[read])}",
+        i, j = clash[0].tolist()
+        raise UsageError(
+            f"boundaries must be disjoint from src_members of other rows, got {int(written[i])} against {int(read[0, j])}"
         )
 
 
