@@ -83,7 +83,7 @@ def test_every_kernel_keeps_its_budget(target, tmp_path):
     classes = {}
     for r in rows:
         if r.kernel.startswith(("decode_segment", "prefill_attention")):
-            classes.setdefault(r.geometry, set()).add(r.reductions)
+            classes.setdefault((r.geometry, "fp32" in r.kernel), set()).add(r.reductions)
     assert {len(c) for c in classes.values()} == {1}, classes  # decode, prefill, blocks of 16 and of 512
 
 

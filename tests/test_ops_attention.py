@@ -96,7 +96,8 @@ def small(monkeypatch):
     """Segments of 64 in tiles of 16: the same code, with edges that small cases reach."""
     for module in (op_module, reference, kernels):
         monkeypatch.setattr(module, "SEGMENT", 64)
-    monkeypatch.setattr(kernels, "_LAUNCH", {"default": dict.fromkeys((16, 32, 64, 128, 256), (16, 4, 3))})
+    launch = {"default": {16: (16, 4, 3)}}
+    monkeypatch.setattr(kernels, "_LAUNCH", {2: launch, 4: launch})
 
 
 SMALL = ops.KVLayout.token_major(1, 16, 16, 16)
@@ -196,7 +197,7 @@ def test_controls_other_groupings_change_fp32_bits_and_mostly_not_bf16(what, mon
     pool, table = s.place([0])
     before = decode(pool, table, s, [0], [150], impl="triton")
     if what == "tile":
-        monkeypatch.setattr(kernels, "_LAUNCH", {"default": {16: (32, 4, 3)}})
+        monkeypatch.setattr(kernels, "_LAUNCH", {2: {"default": {16: (32, 4, 3)}}})
     else:
         for module in (op_module, kernels):
             monkeypatch.setattr(module, "SEGMENT", 128)

@@ -19,11 +19,18 @@ from hybridkv.triton.kv import layout_constexprs
 
 # Query rows of a tile. 16 keeps to mma.sync on every NVIDIA part (rule R7).
 ROWS = 16
-# (tile of positions, warps, stages) by architecture and head dimension; gfx942 has 64 KiB of shared memory.
+# (tile of positions, warps, stages) by bytes of an element, architecture and head dimension. Products of fp32 run without
+# matrix instructions on NVIDIA parts: more warps, or they spill. gfx942 has 64 KiB of shared memory, small NVIDIA parts 99.
 _LAUNCH = {
-    "sm_80": {16: (128, 4, 2), 32: (128, 4, 2), 64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 3)},
-    "default": {16: (128, 4, 2), 32: (128, 4, 2), 64: (128, 4, 2), 128: (64, 4, 3), 256: (32, 4, 3)},
-    "gfx942": {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2)},
+    2: {
+        "sm_80": {16: (128, 4, 2), 32: (128, 4, 2), 64: (128, 4, 2), 128: (64, 4, 2), 256: (32, 4, 3)},
+        "default": {16: (128, 4, 2), 32: (128, 4, 2), 64: (128, 4, 2), 128: (64, 4, 3), 256: (32, 4, 3)},
+        "gfx942": {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2)},
+    },
+    4: {
+        "default": {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 4, 2), 128: (32, 8, 2), 256: (32, 8, 2)},
+        "gfx942": {16: (64, 4, 1), 32: (64, 4, 1), 64: (64, 4, 1), 128: (64, 4, 1), 256: (32, 4, 1)},
+    },
 }
 _MERGE_OPTIONS = options(warps=1)
 LOG2_E = 1.4426950408889634
@@ -181,7 +188,7 @@ def decode_attention(
     batch, heads, dim = query.shape
     segments = triton.cdiv(table.shape[-1] * where.block_tokens, SEGMENT)
     slots = batch * segments * heads
-    constexprs, launch = _launch(architecture(pool.device), where, heads, window)
+    constexprs, launch = _launch(architecture(pool.device), where, heads, window, pool.element_size())
     _decode_segment_kernel[segments, where.kv_heads, batch](
         pool, query, query.stride(0), table, table.stride(0), table.stride(-2), rows, lengths,
         workspace, segments, slots, exits, 0 if exits is None else exits.stride(0), depths, scale * LOG2_E,
@@ -249,7 +256,9 @@ def prefill_attention(
 ) -> None:  # fmt: skip
     """Attend from the last positions of every sequence, as many as it has queries."""
     where = KVLayout(*layout)
-    constexprs, launch = _launch(architecture(pool.device), where, query.shape[1], window)
+    constexprs, launch = _launch(
+        architecture(pool.device), where, query.shape[1], window, pool.element_size()
+    )
     tiles = triton.cdiv(max_query, constexprs["TOKENS"]) + 1  # a chunk may begin inside a tile
     _prefill_attention_kernel[tiles, where.kv_heads, rows.shape[0]](
         pool, query, query.stride(0), query_start, table, table.stride(0), table.stride(-2), rows, lengths,
@@ -258,9 +267,11 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def _launch(arch: str, layout: KVLayout, heads: int, window: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _launch(
+    arch: str, layout: KVLayout, heads: int, window: int, item: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and launch options, the same for decode and prefill."""
-    tile, warps, stages = constants(_LAUNCH, arch)[layout.head_dim]
+    tile, warps, stages = constants(_LAUNCH[item], arch)[layout.head_dim]
     group = heads // layout.kv_heads
     tokens = 1 << (ROWS // group).bit_length() - 1  # a power of two, so that no tile straddles segments
     shape = {
@@ -288,50 +299,49 @@ def _merge_constexprs(heads: int, dim: int, window: int) -> dict[str, int]:
 
 
 def compile_cases(arch: str) -> list[CompileCase]:
-    """bf16, blocks of 16 and 512 tokens; bytes at 2,048 tokens of context, of one token of one sequence."""
-    pointers = {
-        "p_bf16_16": "pool_ptr query_ptr out_ptr", "p_fp32_16": "workspace_ptr",
-        "p_i32": "table_ptr rows_ptr lengths_ptr query_start_ptr exits_ptr depths_ptr",
-        "i64_16": "query_stride out_stride",
-        "i64": "table_stride plane_stride exits_stride segments slots", "fp32": "scale",
-    }  # fmt: skip
-    absent = {"exits_ptr": None, "depths_ptr": None}
+    """Blocks of 16 and 512 tokens; bytes at 2,048 tokens of context, of one token of one sequence."""
     cases = []
-    for name, (heads, kv_heads, dim, block_tokens) in _shapes().items():
-        context, line, row = 2048, 4.0 * kv_heads * dim, 2.0 * heads * dim
-        partial = context / SEGMENT * heads * (dim + 2) * 4
-        read = context * line + row
-        for tokens in block_tokens:
-            exits = name == "ouro-1.4b"
-            constexprs, launch = _launch(arch, KVLayout.token_major(kv_heads, dim, tokens, 8192), heads, 0)
-            constexprs = constexprs if exits else constexprs | absent
-            common = {
-                "geometry": name,
-                "variant": f"{tokens}, exits" if exits else f"{tokens}",
-                "signature": signature(**pointers),
-                "options": launch,
-            }
-            cases += [
-                CompileCase(
-                    kernel=_decode_segment_kernel, constexprs=constexprs | {"HEADS": heads},
-                    bytes_per_token=read + partial, floor_bytes=read, **common,
-                ),
-                CompileCase(
-                    kernel=_prefill_attention_kernel, constexprs=constexprs,
-                    bytes_per_token=read / constexprs["TOKENS"] + row, floor_bytes=2 * row + line, **common,
-                ),
-            ]  # fmt: skip
+    for name, s in SHAPES.items():
+        for tokens, dtype in ((16, "bf16"), (512, "bf16"), (512, "fp32")):
+            cases += _cases(arch, name, (s.query_heads, s.kv_heads, s.head_dim), tokens, dtype, exits=False)
+    # a looped model, whose tokens exit early
+    return cases + _cases(arch, "ouro-1.4b", (16, 16, 128), 16, "bf16", exits=True)
+
+
+def _cases(
+    arch: str, geometry: str, shape: tuple[int, int, int], tokens: int, dtype: str, *, exits: bool
+) -> list[CompileCase]:
+    """Declare the kernels of one model; the merge, which sees neither blocks nor their dtype, with blocks of 16."""
+    heads, kv_heads, dim = shape
+    item = 2 if dtype == "bf16" else 4
+    context, line, row = 2048, 2.0 * item * kv_heads * dim, 1.0 * item * heads * dim
+    partial, read = context / SEGMENT * heads * (dim + 2) * 4, context * line + row
+    types = signature(
+        p_bf16_16="pool_ptr query_ptr out_ptr", p_fp32_16="workspace_ptr", i64_16="query_stride out_stride",
+        p_i32="table_ptr rows_ptr lengths_ptr query_start_ptr exits_ptr depths_ptr",
+        i64="table_stride plane_stride exits_stride segments slots", fp32="scale",
+    )  # fmt: skip
+    types = {n: kind.replace("bf16", dtype) for n, kind in types.items()}
+    constexprs, launch = _launch(arch, KVLayout.token_major(kv_heads, dim, tokens, 8192), heads, 0, item)
+    if not exits:
+        constexprs |= {"exits_ptr": None, "depths_ptr": None}
+    variant = f"{tokens}" + (f", {dtype}" if item == 4 else "") + (", exits" if exits else "")
+    common = {"geometry": geometry, "signature": types}
+    cases = [
+        CompileCase(
+            kernel=_decode_segment_kernel, variant=variant, constexprs=constexprs | {"HEADS": heads}, options=launch,
+            bytes_per_token=read + partial, floor_bytes=read, **common,
+        ),
+        CompileCase(
+            kernel=_prefill_attention_kernel, variant=variant, constexprs=constexprs, options=launch,
+            bytes_per_token=read / constexprs["TOKENS"] + row, floor_bytes=2 * row + line, **common,
+        ),
+    ]  # fmt: skip
+    if tokens == 16:
         cases.append(
             CompileCase(
-                kernel=_decode_merge_kernel, geometry=name, signature=signature(**pointers),
-                constexprs=_merge_constexprs(heads, dim, 0), options=_MERGE_OPTIONS,
-                bytes_per_token=partial + row, floor_bytes=row,
+                kernel=_decode_merge_kernel, constexprs=_merge_constexprs(heads, dim, 0), options=_MERGE_OPTIONS,
+                bytes_per_token=partial + row, floor_bytes=row, **common,
             )
         )  # fmt: skip
     return cases
-
-
-def _shapes() -> dict[str, tuple[int, int, int, tuple[int, ...]]]:
-    """Query heads, KV heads, head dimension and block sizes of every model that attention is compiled for."""
-    shapes = {name: (s.query_heads, s.kv_heads, s.head_dim, (16, 512)) for name, s in SHAPES.items()}
-    return shapes | {"ouro-1.4b": (16, 16, 128, (16,))}  # a looped model, whose tokens exit early
