@@ -44,7 +44,7 @@ def exact(taps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def storage(organization: str, width: int = 4, seed: int = 0) -> Storage:
-    return Storage(organization, 3, 16, (width - 1) * DIM, seed=seed)
+    return Storage(organization, 3, 16, (width - 1) * DIM, units=128, seed=seed)
 
 
 def entries(placed: list[Placed]) -> torch.Tensor:

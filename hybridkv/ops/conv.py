@@ -1,8 +1,8 @@
 """Causal depthwise convolution with its history in lines. Exact under cuts, batches and placement; graph-safe.
 
-A line holds the last `width - 1` inputs `[width - 1, channels]`, oldest first, as they came: in the dtype of `x`. It may
-lie in equal pieces of whole 16 bytes (`hybridkv.units.piece_elements`). An absent source line reads as zeros. Sources
-are read before destinations are written, so that a line may be its own destination.
+A line holds the last `width - 1` inputs `[width - 1, channels]`, oldest first, as they came: in the dtype of `x`. It
+may lie in equal pieces of whole 16 bytes (`hybridkv.units.piece_elements`). An absent source line reads as zeros.
+Sources are read before destinations are written, so that a line may be its own destination.
 """
 
 from __future__ import annotations

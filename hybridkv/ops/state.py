@@ -3,6 +3,13 @@
 A state `[heads, head_dim, state_dim]` lies in member pages of `heads_per_member` heads each (the last may be used in
 part), bf16 or fp32. Source and destination members are separate; a state may be its own destination. An absent source
 is a zero state.
+
+`ssd` cuts tokens at absolute multiples of its chunk. The state advances at their ends only, rounded to the pool's
+dtype; a token's output comes from the state before its chunk and from the chunk's inputs, the old ones of which the
+row's window keeps. So outputs, states and windows depend on the tokens before and on nothing else: not on the batch,
+the placement, or how the tokens were cut into calls. Products take operands of x's dtype and sum in fp32. Tokens are
+taken back (drafts refused) by going on from an earlier position with the state of its chunk, until the row begins a
+later chunk in the same window.
 """
 
 from __future__ import annotations
@@ -99,9 +106,8 @@ def check_boundaries(src: Tensor, boundaries: Tensor, *, apart: int) -> None:
     clash = torch.nonzero(near & ~((written == read) & own.reshape(near.shape)))
     if clash.numel():
         i, j = clash[0].tolist()
-        raise UsageError(
-            f"boundaries must be disjoint from src_members of other rows, got {int(written[i])} against {int(read[0, j])}"
-        )
+        pair = f"{int(written[i])} against {int(read[0, j])}"
+        raise UsageError(f"boundaries must be disjoint from src_members of other rows, got {pair}")
 
 
 def check_heads(heads: int, heads_per_member: int, members: int) -> None:
@@ -153,6 +159,17 @@ def _check_layer(
         check_activation(name, tensor)
     check_table("src_members", src, (None, None), pool.device)
     check_heads(heads, heads_per_member, src.shape[1])
+
+
+def _check_scratch(
+    scratch: Tensor | None, pool: Tensor, shape: tuple[int | None, ...], chunk: int, max_tokens: int
+) -> None:
+    require(scratch is not None or max_tokens <= 1, "scratch", "a tensor for more than one token", None)
+    if scratch is not None:
+        check_tensor("scratch", scratch, shape, pool.dtype, pool.device)
+        ends = (max_tokens + chunk - 1) // chunk
+        require(scratch.shape[1] >= ends, "scratch.shape[1]", f"at least {ends}", scratch.shape[1])
+        require(scratch.is_contiguous(), "scratch", "contiguous", f"strides {scratch.stride()}")
 
 
 def _check_update(
@@ -258,16 +275,9 @@ def ssd(
     max_tokens: int,
     impl: str = "",
 ) -> None:
-    """Advance every row by its tokens: prefill, one token of replay decode, or any mixture in one call.
+    """Advance every row by its tokens: prefill, one token of replay decode, or any mixture (see the module).
 
-    Chunks lie at absolute multiples of `chunk`. The state advances at their ends only, rounded to the pool's dtype; a
-    token's output comes from the state before its chunk and from the chunk's inputs, the old ones of which the row's
-    window keeps. So outputs, states and windows depend on the tokens before and on nothing else: not on the batch,
-    the placement, or how the tokens were cut into calls. Products take operands of x's dtype and sum in fp32.
-
-    A row with an absent window or without tokens is inactive: nothing is written, its output included. A row may end in
-    its own source members; they are read before they are written. Tokens are taken back (drafts refused) by going on
-    from an earlier position with the state of its chunk, until the row begins a later chunk in the same window.
+    A row with an absent window or without tokens is inactive: nothing is written, its output included.
 
     Args:
         pool: raw storage of states, mutated, `[elements]`, bf16 or fp32.
@@ -287,28 +297,20 @@ def ssd(
         C: output projections, `[tokens, groups, state_dim]`, dtype of `x`.
         D: skip weights, `[heads]`, fp32.
         bias: of `dt`, `[heads]`, fp32.
-        out: mutated, `[tokens, heads, head_dim]`, float; x, B, C and out have strides between tokens of whole 16
-            elements.
+        out: mutated, `[tokens, heads, head_dim]`, float; token strides of x, B, C, out are whole 16 elements.
         granule: elements of `pool` that one entry counts.
         heads_per_member: heads that a member page holds.
         window_granule: elements of `window_pool` that one entry counts.
-        chunk: tokens between roundings of the state, a power of two from 16 to 128.
+        chunk: tokens between roundings of the state: 16, 32, 64 or 128.
         max_tokens: at least the tokens of the longest row; fixes the grid.
         impl: "reference" or "triton"; empty for the device's own.
     """
     _check_layer(pool, src_members, x, dt, A, B, C, D, bias, out, granule, heads_per_member)
     support(chunk in (16, 32, 64, 128), "chunk", "16, 32, 64 or 128", chunk)
-    rows, (heads, head_dim), state_dim = len(src_members), x.shape[1:], B.shape[2]
-    check_table("windows", windows, (rows,), pool.device)
+    check_table("windows", windows, (len(src_members),), pool.device)
     check_spans(windows, starts, positions, boundaries, src_members.shape[1], chunk, max_tokens)
     check_pool("window_pool", window_pool, window_granule, x.dtype)
-    require(scratch is not None or max_tokens <= 1, "scratch", "a tensor for more than one token", None)
-    if scratch is not None:
-        shape = (rows, None, heads, head_dim, state_dim)
-        check_tensor("scratch", scratch, shape, pool.dtype, pool.device)
-        ends = (max_tokens + chunk - 1) // chunk
-        require(scratch.shape[1] >= ends, "scratch.shape[1]", f"at least {ends}", scratch.shape[1])
-        require(scratch.is_contiguous(), "scratch", "contiguous", f"strides {scratch.stride()}")
+    _check_scratch(scratch, pool, (len(src_members), None, *x.shape[1:], B.shape[2]), chunk, max_tokens)
     _ssd(
         pool, src_members, boundaries, scratch, window_pool, windows, starts, positions,
         x, dt, A, B, C, D, bias, out, granule=granule, heads_per_member=heads_per_member,

@@ -6,9 +6,9 @@ destination. Prefill computes outputs before it writes lines, in two launches of
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hybridkv.triton.common import SHAPES, CompileCase, architecture, constants, options, signature, silu
 from hybridkv.units import piece_elements
@@ -105,13 +105,13 @@ def _conv_update_kernel(
 
 
 def conv_update(
-    lines: torch.Tensor,
-    line_src: torch.Tensor,
-    line_dst: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
+    lines: Tensor,
+    line_src: Tensor,
+    line_dst: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
     *,
     granule: int,
     activation: bool = True,
@@ -211,15 +211,15 @@ def _conv_lines_kernel(
 
 
 def conv_prefill(
-    lines: torch.Tensor,
-    line_src: torch.Tensor,
-    line_dst: torch.Tensor,
-    line_at: torch.Tensor,
-    starts: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
+    lines: Tensor,
+    line_src: Tensor,
+    line_dst: Tensor,
+    line_at: Tensor,
+    starts: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
     *,
     granule: int,
     max_tokens: int,

@@ -10,9 +10,9 @@ A window's rows are read below the row's first position and written from it on; 
 launch, since the programs of one key head share them.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hybridkv.triton.common import (
     SHAPES,
@@ -25,7 +25,7 @@ from hybridkv.triton.common import (
     signature,
     softplus,
 )
-from hybridkv.triton.recurrent import member, piece, store_tile
+from hybridkv.triton.tiles import member, piece, store_tile
 from hybridkv.units import DELTA_CHUNK, delta_window
 
 _UPDATE = {"default": {"BV": 32, "warps": 4}}
@@ -71,17 +71,17 @@ def _delta_update_kernel(
 
 
 def delta_update(
-    pool: torch.Tensor,
-    src_members: torch.Tensor,
-    dst_members: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A: torch.Tensor,
-    bias: torch.Tensor,
-    out: torch.Tensor,
+    pool: Tensor,
+    src_members: Tensor,
+    dst_members: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A: Tensor,
+    bias: Tensor,
+    out: Tensor,
     *,
     granule: int,
     heads_per_member: int,
@@ -256,21 +256,21 @@ def _delta_append_kernel(
 
 
 def delta_rule(
-    pool: torch.Tensor,
-    src_members: torch.Tensor,
-    boundaries: torch.Tensor,
-    window_pool: torch.Tensor,
-    windows: torch.Tensor,
-    starts: torch.Tensor,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A: torch.Tensor,
-    bias: torch.Tensor,
-    out: torch.Tensor,
+    pool: Tensor,
+    src_members: Tensor,
+    boundaries: Tensor,
+    window_pool: Tensor,
+    windows: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A: Tensor,
+    bias: Tensor,
+    out: Tensor,
     *,
     granule: int,
     heads_per_member: int,

@@ -9,15 +9,15 @@ any other goes through the row's window. Launches, in the order that lets a row 
     append   inputs of a later, unfinished piece -> window   where a call can hold several pieces
     rows     outputs of the later pieces <- boundary members
 
-Every product runs over all L positions with masked ones zero, at any phase: prefill and decode sum the same terms in the
-same instructions. Row tiles are 16 high and aligned to the chunk: mma.sync, never wgmma (rule R7, triton #9433).
+Every product runs over all L positions with masked ones zero, at any phase: prefill and decode sum the same terms in
+the same instructions. Row tiles are 16 high and aligned to the chunk: mma.sync, never wgmma (rule R7, triton #9433).
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hybridkv.triton.common import (
     SHAPES,
@@ -29,12 +29,22 @@ from hybridkv.triton.common import (
     signature,
     softplus,
 )
-from hybridkv.triton.recurrent import member, piece, store_tile
+from hybridkv.triton.tiles import member, piece, store_tile
 from hybridkv.units import ssd_window
 
 # Tiles by bytes of an input. BM x BP outputs from BK of the state's N columns a step; BM x BN of the state.
-_ROWS = {"default": {2: {"BM": 16, "BP": 128, "BK": 64, "warps": 4, "stages": 2}, 4: {"BM": 16, "BP": 64, "BK": 32, "warps": 4, "stages": 1}}}  # fmt: skip
-_FOLD = {"default": {2: {"BM": 32, "BN": 128, "warps": 4, "stages": 1}, 4: {"BM": 32, "BN": 64, "warps": 4, "stages": 1}}}  # fmt: skip
+_ROWS = {
+    "default": {
+        2: {"BM": 16, "BP": 128, "BK": 64, "warps": 4, "stages": 2},
+        4: {"BM": 16, "BP": 64, "BK": 32, "warps": 4, "stages": 1},
+    }
+}
+_FOLD = {
+    "default": {
+        2: {"BM": 32, "BN": 128, "warps": 4, "stages": 1},
+        4: {"BM": 32, "BN": 64, "warps": 4, "stages": 1},
+    }
+}
 
 
 def _shape(
@@ -269,22 +279,22 @@ def _ssd_fold_kernel(
 
 
 def ssd(
-    pool: torch.Tensor,
-    src_members: torch.Tensor,
-    boundaries: torch.Tensor,
-    scratch: torch.Tensor | None,
-    window_pool: torch.Tensor,
-    windows: torch.Tensor,
-    starts: torch.Tensor,
-    positions: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    bias: torch.Tensor,
-    out: torch.Tensor,
+    pool: Tensor,
+    src_members: Tensor,
+    boundaries: Tensor,
+    scratch: Tensor | None,
+    window_pool: Tensor,
+    windows: Tensor,
+    starts: Tensor,
+    positions: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    out: Tensor,
     *,
     granule: int,
     heads_per_member: int,

@@ -6,9 +6,9 @@ destination may be one.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hybridkv.triton.common import (
     SHAPES,
@@ -66,17 +66,17 @@ def _state_update_kernel(
 
 
 def state_update(
-    pool: torch.Tensor,
-    src_members: torch.Tensor,
-    dst_members: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    bias: torch.Tensor,
-    out: torch.Tensor,
+    pool: Tensor,
+    src_members: Tensor,
+    dst_members: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    bias: Tensor,
+    out: Tensor,
     *,
     granule: int,
     heads_per_member: int,

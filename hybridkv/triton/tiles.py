@@ -1,4 +1,4 @@
-"""What the recurrent families share: states in member pages, and rows of tokens cut at absolute chunk ends."""
+"""What the recurrent kernels share: states in member pages, rows of tokens cut at chunk ends, stores of tiles."""
 
 import triton
 import triton.language as tl
