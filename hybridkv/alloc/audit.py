@@ -39,7 +39,7 @@ def snapshot(cache: HybridCache) -> Stats:
 
 
 def _pool_stats(pool: PagePool) -> PoolStats:
-    kinds = np.bincount(pool.kind + 1, minlength=len(KINDS) + 1)[1:].tolist()
+    kinds = np.bincount(pool.kinds + 1, minlength=len(KINDS) + 1)[1:].tolist()
     by_kind = {kind.value: count for kind, count in zip(KINDS, kinds, strict=True) if count}
     return PoolStats(pool.size, pool.free, pool.cached, pool.held, pool.peak_held, by_kind)
 

@@ -143,7 +143,7 @@ class PagePool:
         self.references = np.zeros(size, np.int32)
         self.published = np.zeros(size, np.bool_)
         self.generation = np.zeros(size, np.int32)
-        self.kind = np.full(size, -1, np.int8)
+        self._kind = np.full(size, -1, np.int8)
         self.owners: list[object | None] = [None] * size
         self.cached = 0
         self.peak_held = 0
@@ -166,6 +166,11 @@ class PagePool:
         """Pages that could be handed out now, if need be by reclaiming cached ones."""
         return self._top + self.cached
 
+    @property
+    def kinds(self) -> NDArray[np.int8]:
+        """What every page was taken for, -1 where it is free. O(pages)."""
+        return np.where(self.published | (self.references > 0), self._kind, np.int8(-1))
+
     def take(self, count: int, kind: int) -> Ids:
         """Hand out free pages with one reference each. The caller has made room before."""
         low = self._top - count
@@ -177,8 +182,9 @@ class PagePool:
         self._top = low
         self.references[ids] = 1
         self.generation[ids] += 1
-        self.kind[ids] = kind
-        self.peak_held = max(self.peak_held, self.held)
+        self._kind[ids] = kind
+        if (held := self.size - low - self.cached) > self.peak_held:
+            self.peak_held = held
         return ids
 
     def untake(self, ids: Ids) -> None:
@@ -206,22 +212,28 @@ class PagePool:
         Pages become reclaimable in the order given. `touch=False` gives back an unused reference and leaves the
         reclaim order as it was before.
         """
-        after = self.references[ids] - 1
-        if (after < 0).any():
-            raise CorruptionError(
-                "I5", f"pool {self.name!r}: a page without reference was released, one of {ids}"
-            )
+        after = self.references.take(ids)
+        after -= 1
         self.references[ids] = after
-        idle = ids[after == 0]
-        cached = idle[self.published[idle]]
-        if len(cached):
-            self.cached += len(cached)
+        idle = ids
+        if np.count_nonzero(after):  # some are held by others, or one was released too often
+            if after.min() < 0:
+                self.references[ids] = after + 1
+                raise CorruptionError(
+                    "I5", f"pool {self.name!r}: a page without reference was released, one of {ids}"
+                )
+            idle = ids[after == 0]
+        published = self.published.take(idle)
+        count = np.count_nonzero(published)
+        if count:
+            cached = idle if count == len(idle) else idle[published]
+            self.cached += count
             if touch:
                 self.queue.push(cached)
             else:
                 self.queue.unpark(cached)
-        if len(cached) < len(idle):
-            self._push_free(idle[~self.published[idle]])
+        if count < len(idle):
+            self._push_free(idle[~published] if count else idle)
 
     def publish(self, ids: Ids, owner: object) -> None:
         """From now on `owner` must be told before one of these held pages goes elsewhere."""
@@ -238,7 +250,6 @@ class PagePool:
             stamps[page] = NO_STAMP
             if self.references[page] == 0:
                 self.cached -= 1
-                self.kind[page] = -1
                 free[self._top] = page
                 self._top += 1
 
@@ -280,7 +291,6 @@ class PagePool:
         """An idle slab has no used slot left: the page is free."""
         self.published[page] = False
         self.owners[page] = None
-        self.kind[page] = -1
         self.queue.forget(page)
         self.cached -= 1
         self._free[self._top] = page
@@ -313,7 +323,7 @@ class PagePool:
         for (stamp,), page in sorted(zip(stamps, pages, strict=True), reverse=True):
             self.published[page] = True
             self.owners[page] = owner
-            self.kind[page] = kind
+            self._kind[page] = kind
             self.queue.restore(page, stamp)
 
     def free_ids(self) -> list[int]:
@@ -328,4 +338,3 @@ class PagePool:
         count = len(ids)
         self._free[self._top : self._top + count] = ids[::-1]
         self._top += count
-        self.kind[ids] = -1

@@ -290,7 +290,7 @@ class CacheAdapter:
 
     def _pool_key(self, pool: PagePool) -> Hashable:
         owners = tuple(map(self._state_key, pool.owners))
-        arrays = (pool.references.tobytes(), pool.published.tobytes(), pool.kind.tobytes())
+        arrays = (pool.references.tobytes(), pool.published.tobytes(), pool.kinds.tobytes())
         return pool.name, tuple(pool.free_ids()), *arrays, pool.cached, owners, self._queue_key(pool.queue)
 
     def _slots_key(self, store: SlotPool) -> Hashable:
