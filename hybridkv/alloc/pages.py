@@ -224,7 +224,7 @@ class PagePool:
                 )
             idle = ids[after == 0]
         published = self.published.take(idle)
-        count = np.count_nonzero(published)
+        count = int(np.count_nonzero(published))
         if count:
             cached = idle if count == len(idle) else idle[published]
             self.cached += count
