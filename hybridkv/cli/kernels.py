@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridkv.cli.output import print_table, write_json
 from hybridkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,9 +49,12 @@ def run(args: argparse.Namespace) -> int:
     for i, (case, target) in enumerate(todo, 1):
         print(f"[{i}/{len(todo)}] {case.name} {case.geometry} {target}", file=sys.stderr, flush=True)
         rows.append(aot.measure(case, target))
-    print(table(rows))
+    if rows:
+        print_table(
+            "Kernels, compiled ahead of time", rows[0]._fields, [[_text(v) for v in row] for row in rows]
+        )
     if args.json:
-        args.json.write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+        write_json(args.json, [row._asdict() for row in rows])
     budgets = json.loads(BUDGETS.read_text())
     if args.widen_budgets:
         budgets = aot.widened(budgets, rows)
@@ -61,28 +65,5 @@ def run(args: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def table(rows: list[Row]) -> str:
-    """Align rows in columns under their names."""
-    if not rows:
-        return "no kernels"
-    lines = [list(rows[0]._fields), *([_text(value) for value in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
 def _text(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def main() -> int:
-    """Run this subcommand alone."""
-    parser = argparse.ArgumentParser(prog="python -m hybridkv")
-    add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["kernels", *sys.argv[1:]])
-    return args.run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
