@@ -71,6 +71,23 @@ def test_tokens_do_not_depend_on_the_schedule(toy, layout, fill):
 
 
 @pytest.mark.parametrize("toy", TOYS)
+def test_tokens_do_not_depend_on_width_or_coda_batch(toy):
+    """Every K and W, with pages that planes share; and depth-indexed KV, where every token runs all loops."""
+    model = TOYS[toy]
+    prompts, depths = drawn(model, seed=2, requests=3)
+    full = {name: [model.shape.max_loops] * len(d) for name, d in depths.items()}
+    for layout, fill, wanted in (
+        (LoopLayout.LAST_EXITED, "alias", depths),
+        (LoopLayout.DEPTH_INDEXED, "copy", full),
+    ):
+        alone, _ = play(model, prompts, wanted, layout=layout, fill=fill, mode="cb", width=1)
+        for width in (1, 2, 3):
+            for mode, k in (("cb", 1), ("norefill", 1), *(("refill", k) for k in range(1, width + 1))):
+                config = {"mode": mode, "width": width, "min_coda": k}
+                assert play(model, prompts, wanted, layout=layout, fill=fill, **config)[0] == alone, config
+
+
+@pytest.mark.parametrize("toy", TOYS)
 def test_early_exits_matter(toy):
     """Without this the other tests could pass on a model that ignores depth."""
     model = TOYS[toy]
@@ -129,6 +146,18 @@ def test_last_exited_is_bit_identical_in_every_way_to_fill(toy):
             assert at == other
             assert torch.equal(keys, other_keys)
             assert torch.equal(values, other_values)
+
+
+@pytest.mark.parametrize(("layout", "fill"), READS, ids=str)
+def test_a_shared_prompt_changes_nothing(layout, fill):
+    """A prefix hit covers all planes: prompts run at full depth, whoever ran them."""
+    model = TOYS["huginn"]
+    prompts = {"a": [5, 6, 7, 8, 9], "b": [5, 6, 7, 8, 3]}
+    depths = {"a": [2, 5, 4], "b": [3, 3, 6]}
+    together, engine = play(model, prompts, depths, layout=layout, fill=fill, width=1)
+    assert engine.pager.cache.stats().counters["cached_tokens"] == 4
+    for name, prompt in prompts.items():
+        assert play(model, {name: prompt}, depths, layout=layout, fill=fill)[0][name] == together[name]
 
 
 def test_recompute_keeps_tokens_where_nothing_left_early():

@@ -252,9 +252,12 @@ def test_alias_gives_the_deeper_planes_pages_back(kind, depth):
     cache = caches(organization) if kind == "slots" else plain(organization, 1000)
     planes, width = PlaneTable(organization.geometry), organization.block_tokens
     r = run(cache, "a", width // 2, decoded=2 * width)
-    before, total = cache.extend(r, r.length).plan.attention.copy(), held(cache)
+    earlier = cache.extend(r, r.length).plan
+    before, total, gains = earlier.attention.copy(), held(cache), cache.storage.gains
     cache.commit(r, r.length, [1])
     plan = cache.alias(r, 1, depth)
+    assert (earlier.attention == before).all()  # plans are values
+    assert cache.storage.gains > gains  # what was refused may fit now
     assert held(cache) == total - (4 - depth) * 2
     for loop in range(1, 5):
         own = planes.groups(min(loop, depth))

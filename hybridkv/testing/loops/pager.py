@@ -48,7 +48,7 @@ class LoopedPager:
     def __init__(
         self, loop: LoopSpec, blocks: int, block_tokens: int, width: int, *, fill: FillMode = "copy"
     ) -> None:
-        self.loop, self.fill, self.block_tokens, self.blocks = loop, fill, block_tokens, blocks
+        self.loop, self.fill, self.block_tokens = loop, fill, block_tokens
         organization = _organization(loop, block_tokens, width)
         geometry = organization.geometry
         self.planes = PlaneTable(geometry)
@@ -111,9 +111,11 @@ class LoopedPager:
         self.depths[request] = saved.depths
 
     def write(self, request: str, position: int, layer: int, loop: int, kv: tuple[Tensor, Tensor]) -> None:
-        """Store key and value of one layer of a token; `loop` is 0 outside the core."""
+        """Store key and value of one layer of a token; `loop` is 0 outside the core. What was hit is there (I8)."""
         if loop:
             self.depths[request].run(position, loop)
+        if position < self.requests[request].cached:
+            return
         plane = self.loop.plane_of(loop) if loop else 0
         group, inner = divmod(int(self.planes.row(layer, plane)), self.planes.layers_per_group)
         block, offset = divmod(position, self.block_tokens)
@@ -155,7 +157,7 @@ class LoopedPager:
         self.aliased += 1
 
     def _admit(self, request: str, tokens: Sequence[int], upto: int, reserve: int = 0) -> int:
-        r = self.cache.request(request, tokens, salt=request)  # planners compute whole prompts
+        r = self.cache.request(request, tokens)
         self.requests[request], self.depths[request] = r, TokenDepths(self.loop)
         answer = self.cache.admit(r, upto, reserve=reserve)
         self._grow(request, answer)
