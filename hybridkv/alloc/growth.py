@@ -15,7 +15,6 @@ from hybridkv.alloc.policy.placement import NEVER
 from hybridkv.alloc.requests import Request, Undo
 from hybridkv.alloc.rows import RowTable
 from hybridkv.alloc.storage import Storage, Wanted
-from hybridkv.geometry import LoopLayout
 
 ATTENTION = StateKind.ATTENTION
 
@@ -28,8 +27,7 @@ class Growth:
         self.block_tokens = storage.organization.block_tokens
         self.attention = bool(storage.attention)
         self.recurrent = storage.organization.geometry.recurrent is not None
-        loop = storage.organization.geometry.loop
-        self.shared_planes = loop is not None and loop.layout is LoopLayout.LAST_EXITED
+        self.shared_planes = False  # until the first alias
 
     def wanted(self, r: Request, start: int, stop: int, reserve: int = 0) -> Wanted:
         """What a step over [start, stop) must take, in the order in which `reserve` attaches it.

@@ -144,6 +144,7 @@ def alias(cache: HybridCache, r: Request, block: int, depth: int) -> Plan:
         freed = table[fill.destinations, block]
         table[fill.destinations, block] = table[fill.source, block]
         r.table = table
+        cache.growth.shared_planes = True
         cache.storage.gains += 1
         cache.storage.by_kind[ATTENTION].release(freed.ravel())
     return cache.growth.plan(r, r.computed, r.computed)
