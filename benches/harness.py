@@ -29,4 +29,11 @@ def measure(action, *, rounds=15, inner=1, setup=None):
 def row(bench, shape, unit, times, per=1):
     """One result; `per` units happened in one action."""
     best, median = times
-    return {"engine": "hybridkv", "id": bench, "shape": shape, "unit": unit, "us": best / per, "us_median": median / per}
+    return {
+        "engine": "hybridkv",
+        "id": bench,
+        "shape": shape,
+        "unit": unit,
+        "us": best / per,
+        "us_median": median / per,
+    }

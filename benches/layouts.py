@@ -15,13 +15,17 @@ def organization(layout, block_tokens):
         name=layout,
         layers=1 + groups,
         attention=AttentionSpec(layers=1, kv_heads=1, key_dim=8, value_dim=8),
-        recurrent=RecurrentSpec.derived(kind="mamba2", layers=groups, state_shape=(8, 4, 8), conv_width=4) if groups else None,
+        recurrent=RecurrentSpec.derived(kind="mamba2", layers=groups, state_shape=(8, 4, 8), conv_width=4)
+        if groups
+        else None,
         chunk_tokens=16,
     )
     placements = {StateKind.ATTENTION: Placement(pool="shared", payload_bytes=32 * block_tokens, pages=1)}
     if groups:
         placements[StateKind.SSM] = Placement(pool="shared", payload_bytes=g.ssm_bytes, pages=1)
-        placements[StateKind.CONV] = Placement(pool="shared", payload_bytes=g.conv_bytes, within=StateKind.SSM, offset=1024)
+        placements[StateKind.CONV] = Placement(
+            pool="shared", payload_bytes=g.conv_bytes, within=StateKind.SSM, offset=1024
+        )
     return Organization(
         name=layout,
         geometry=g,

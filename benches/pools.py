@@ -3,10 +3,10 @@
 import numpy as np
 
 from benches.harness import measure, row
-from hybridkv.alloc.pages import PagePool
-from hybridkv.alloc.prefix import PrefixIndex
 from hybridkv.alloc.checkpoint import AttentionBlock
 from hybridkv.alloc.organization import StateKind
+from hybridkv.alloc.pages import PagePool
+from hybridkv.alloc.prefix import PrefixIndex
 from hybridkv.alloc.slots import SlotPool
 
 PAGES = 65_536
@@ -23,14 +23,23 @@ def rows():
 def alloc_free():
     pool = PagePool("shared", PAGES)
     for n in (1, 16, 128):
-        yield row("pool.alloc_free", f"n={n}", "page", measure(lambda n=n: pool.release(pool.take(n, 0)), inner=2000), n)
+        yield row(
+            "pool.alloc_free",
+            f"n={n}",
+            "page",
+            measure(lambda n=n: pool.release(pool.take(n, 0)), inner=2000),
+            n,
+        )
     held = [pool.take(128, 0) for _ in range(200)]
     for ids in held:
         pool.release(ids)
     times = measure(lambda: [pool.take(128, 0) for _ in range(200)], setup=lambda: free_all(pool))
     yield row("pool.alloc", "n=128", "page", times, 200 * 128)
     free_all(pool)
-    times = measure(lambda taken: [pool.release(ids) for ids in taken], setup=lambda: ([pool.take(128, 0) for _ in range(200)],))
+    times = measure(
+        lambda taken: [pool.release(ids) for ids in taken],
+        setup=lambda: ([pool.take(128, 0) for _ in range(200)],),
+    )
     yield row("pool.free_uncached", "n=128", "page", times, 200 * 128)
     for size in (1_024, 65_536, 1_048_576):  # growth with the pool
         grown = PagePool("shared", size)
@@ -92,14 +101,12 @@ def held_chains():
 
 
 def slots():
-    for used in (0, 1000):
+    """With slabs that have room, then in an empty pool, where each time a page becomes a slab and is given back."""
+    for shape, used in (("n=1", 1000), ("n=1 slabs=4000", 60_008), ("n=1 empty", 0)):
         store = SlotPool(PagePool("shared", 4096), 16)
         store.take_many(used, 2)
-
-        def once(store=store):
-            store.release(store.take_many(1, 2))
-
-        yield row("slot.alloc_free", "n=1" if not used else f"n=1 used={used}", "slot", measure(once, inner=2000))
+        times = measure(lambda store=store: store.release_one(store.take(2)), inner=5000)
+        yield row("slot.alloc_free", shape, "slot", times)
 
 
 def finding():
@@ -110,4 +117,10 @@ def finding():
     some = keys[:: len(keys) // 1000]
     absent = [(10**6 + i).to_bytes(32, "little") for i in range(len(some))]
     for name, wanted in (("pool.find_hit", some), ("pool.find_miss", absent)):
-        yield row(name, "keys=51200", "key", measure(lambda wanted=wanted: [index.blocks.get(k) for k in wanted], inner=20), len(wanted))
+        yield row(
+            name,
+            "keys=51200",
+            "key",
+            measure(lambda wanted=wanted: [index.blocks.get(k) for k in wanted], inner=20),
+            len(wanted),
+        )

@@ -71,4 +71,6 @@ def lookups():
             c.release(q)
         rs = [c.request(100 + r, prompt(r, 2048 // block, block)) for r in range(64)]
         shape = f"tokens=2048 chains=64 page={block}"
-        yield row("tree.match", shape, "request", measure(lambda c=c, rs=rs: [c.match(r) for r in rs], inner=50), 64)
+        yield row(
+            "tree.match", shape, "request", measure(lambda c=c, rs=rs: [c.match(r) for r in rs], inner=50), 64
+        )

@@ -5,10 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # a kernel's decorator looks at it
+
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hybridkv.testing import interpreter
+
 HERE = Path(__file__).parent
+
+interpreter.install()
 
 settings.register_profile(
     "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -57,4 +57,3 @@ class Device:
         for kind, units in state:
             for unit in units.ravel().tolist():
                 self.memory[kind, unit, -1] = prefix
-

@@ -51,7 +51,8 @@ def test_table_a2_two_pools_fail_where_one_does_not():
     assert [n.feasible for n in needs(d0, d0_mix, d0_pages)] == [False, True]
     footprints = (
         d0.footprint(attention=d0_mix.attention, checkpoints=d0_mix.checkpoints) / MIB,
-        s2.footprint(attention=s2_mix.attention, checkpoints=s2_mix.checkpoints, slabs=rows["slabs"][1]) / MIB,
+        s2.footprint(attention=s2_mix.attention, checkpoints=s2_mix.checkpoints, slabs=rows["slabs"][1])
+        / MIB,
     )
     assert footprints == rows["total_mib"]
 
@@ -90,7 +91,10 @@ def test_paper_geometry_of_the_organizations():
     assert s2.placements[StateKind.CONV].slot_bytes == g["conv_slot_kib"] * KIB
     assert s2.slots_per_page(s2.checkpoint_parts[1]) == g["slots_per_slab"]
     assert {o.block_tokens for o in (s0, s1, s2)} == {o.grid_tokens for o in (s0, s1, s2)} == {512}
-    assert (d0.block_tokens, d0.grid_tokens) == (g["d0_attention_block_tokens"], g["d0_checkpoint_interval_tokens"])
+    assert (d0.block_tokens, d0.grid_tokens) == (
+        g["d0_attention_block_tokens"],
+        g["d0_checkpoint_interval_tokens"],
+    )
     one = {n: org(n).footprint(attention=0, checkpoints=1) for n in ("s2", "d0")}
     assert one["s2"] - one["d0"] == g["one_checkpoint_s2_minus_d0_kib"] * KIB
     many = {n: org(n).footprint(attention=0, checkpoints=16, slabs=s) for n, s in (("s2", 1), ("d0", None))}
@@ -233,22 +237,49 @@ def test_a_seventh_organization_is_a_literal():
 
 
 BAD = [
-    (BASE | {"grid_tokens": 800}, "grid_tokens must be a multiple of block_tokens .512., got 800; the nearest are 512"),
+    (
+        BASE | {"grid_tokens": 800},
+        "grid_tokens must be a multiple of block_tokens .512., got 800; the nearest are 512",
+    ),
     (BASE | {"grid_tokens": 0}, "grid_tokens must be at least 1, got 0"),
     (BASE | {"block_tokens": -16}, "block_tokens must be at least 1, got -16"),
     (BASE | {"pools": ()}, "pools must have at least one"),
     (BASE | {"pools": BASE["pools"] * 2}, "different names"),
-    (BASE | {"pools": (Pool(name="shared", page_bytes=1000),)}, "page_bytes must be a positive multiple of 16, got 1000"),
-    (BASE | {"pools": (Pool(name="shared", page_bytes=512 * KIB, share=Fraction(3, 2)),)}, "shares must sum to at most 1"),
-    (BASE | {"pools": (Pool(name="shared", page_bytes=512 * KIB, share=Fraction(0)),)}, "share must be above 0"),
-    (BASE | {"pools": (Pool(name="other", page_bytes=512 * KIB),)}, "pool must be one of other, got 'shared'"),
-    (BASE | {"pools": (Pool(name="shared", page_bytes=256 * KIB),)}, "a page must not be smaller than a member"),
+    (
+        BASE | {"pools": (Pool(name="shared", page_bytes=1000),)},
+        "page_bytes must be a positive multiple of 16, got 1000",
+    ),
+    (
+        BASE | {"pools": (Pool(name="shared", page_bytes=512 * KIB, share=Fraction(3, 2)),)},
+        "shares must sum to at most 1",
+    ),
+    (
+        BASE | {"pools": (Pool(name="shared", page_bytes=512 * KIB, share=Fraction(0)),)},
+        "share must be above 0",
+    ),
+    (
+        BASE | {"pools": (Pool(name="other", page_bytes=512 * KIB),)},
+        "pool must be one of other, got 'shared'",
+    ),
+    (
+        BASE | {"pools": (Pool(name="shared", page_bytes=256 * KIB),)},
+        "a page must not be smaller than a member",
+    ),
     (placed(StateKind.SSM, payload_bytes=1536 * KIB, pages=2), "room for 1572864 bytes, got 1048576"),
-    (placed(StateKind.SSM, payload_bytes=KIB, pages=1), "payload_bytes of 'ssm' must be at least 1572864, got 1024"),
+    (
+        placed(StateKind.SSM, payload_bytes=KIB, pages=1),
+        "payload_bytes of 'ssm' must be at least 1572864, got 1024",
+    ),
     (placed(StateKind.CONV, payload_bytes=21 * KIB), "must name one of pages, slot_bytes and within"),
     (placed(StateKind.CONV, payload_bytes=21 * KIB, slot_bytes=16 * KIB), "room for 21504 bytes, got 16384"),
-    (placed(StateKind.CONV, payload_bytes=21 * KIB, slot_bytes=33_001), "slot_bytes of 'conv' must be a multiple of 16"),
-    (placed(StateKind.CONV, payload_bytes=21 * KIB, within=StateKind.WINDOW), "must lie within a state of the same pool"),
+    (
+        placed(StateKind.CONV, payload_bytes=21 * KIB, slot_bytes=33_001),
+        "slot_bytes of 'conv' must be a multiple of 16",
+    ),
+    (
+        placed(StateKind.CONV, payload_bytes=21 * KIB, within=StateKind.WINDOW),
+        "must lie within a state of the same pool",
+    ),
     ({**BASE, "placements": {}}, "placements must hold 'attention': falcon-h1-7b has 524288 bytes of it"),
 ]
 
@@ -263,15 +294,24 @@ def test_a_wrong_literal_says_what_is_wrong(literal, message):
     ("call", "message"),
     [
         (lambda: org("s3"), "organization must be one of s0, s1, s2, d0, striped, nested, got 's3'"),
-        (lambda: org("s2").pages(1000), "budget_bytes must be at least 524288 for one page of pool 'shared', got 1000"),
+        (
+            lambda: org("s2").pages(1000),
+            "budget_bytes must be at least 524288 for one page of pool 'shared', got 1000",
+        ),
         (lambda: org("s2").pages(10**9, layers=3), "layers must be 1 or 'all', got 3"),
         (lambda: org("s2").footprint(attention=-1, checkpoints=0), "attention must be at least 0, got -1"),
-        (lambda: org("s2").footprint(attention=0, checkpoints=17, slabs=1), "slabs must be at least 2 for 17 slots, got 1"),
+        (
+            lambda: org("s2").footprint(attention=0, checkpoints=17, slabs=1),
+            "slabs must be at least 2 for 17 slots, got 1",
+        ),
         (lambda: org("s2").pool("kv"), "pool must be one of shared, got 'kv'"),
         (lambda: org("s2", attention_fraction=".5"), "attention_fraction must be left out for s2"),
         (lambda: org("d0", attention_fraction=1.5), "attention_fraction must be in .0, 1., got 1.5"),
         (lambda: org("s2", grid_tokens=1000), "grid_tokens must be a multiple of block_tokens"),
-        (lambda: largest(org("s2"), Mix(0, 0), {"shared": 5}), "unit must have an attention block or a checkpoint"),
+        (
+            lambda: largest(org("s2"), Mix(0, 0), {"shared": 5}),
+            "unit must have an attention block or a checkpoint",
+        ),
     ],
     ids=range(10),
 )

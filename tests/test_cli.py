@@ -18,13 +18,15 @@ def run(capsys, *args):
 
 
 def test_plan_prints_a_line_per_organization(capsys, tmp_path):
-    code, out, _ = run(capsys, "plan", "--model", "granite-4.0-h-micro", "--memory", "24GiB", "--json", tmp_path / "p.json")
+    code, out, _ = run(
+        capsys, "plan", "--model", "granite-4.0-h-micro", "--memory", "24GiB", "--json", tmp_path / "p.json"
+    )
     assert code == 0
     rows = json.loads((tmp_path / "p.json").read_text())
     assert [r["organization"] for r in rows] == ["s0", "s1", "s2", "d0", "striped", "nested"]
     assert rows[2]["pages"] == {"shared": 24 * 1024**3 // (4 * 512 * 1024)}
     for row in rows:
-        assert re.search(rf"^{row['organization']} .* {row['requests']} ", out, re.M)
+        assert re.search(rf"^{row['organization']} .* {row['requests']} ", out, re.MULTILINE)
     assert max(map(len, out.splitlines())) <= 110
 
 
@@ -40,7 +42,18 @@ def test_plan_of_a_config_file(capsys, tmp_path):
 
 
 def test_replay_writes_rows_plots_and_a_timeline(capsys, tmp_path):
-    args = ("--requests", 12, "--organizations", "s2,d0", "--seeds", "1-2", "--json", tmp_path / "r.json", "--plot", tmp_path)
+    args = (
+        "--requests",
+        12,
+        "--organizations",
+        "s2,d0",
+        "--seeds",
+        "1-2",
+        "--json",
+        tmp_path / "r.json",
+        "--plot",
+        tmp_path,
+    )
     code, out, _ = run(capsys, "replay", *args)
     assert code == 0
     rows = json.loads((tmp_path / "r.json").read_text())
@@ -52,13 +65,24 @@ def test_replay_writes_rows_plots_and_a_timeline(capsys, tmp_path):
     assert sum(e["name"] == "prefill" and "request" in e["args"] for e in events if e["ph"] == "X") == 12
     assert {e["ph"] for e in events} >= {"X", "C", "M"}
     assert max(map(len, out.splitlines())) <= 110
-    assert re.search(r"^s2 ", out, re.M) and re.search(r"^d0 ", out, re.M)
+    assert re.search(r"^s2 ", out, re.MULTILINE) and re.search(r"^d0 ", out, re.MULTILINE)
 
 
 def test_replay_of_a_trace_without_a_clock(capsys, tmp_path):
     row = {"timestamp": 0, "input_length": 1100, "output_length": 3, "hash_ids": [1, 2, 3]}
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row | {"timestamp": 1000 * i}) + "\n" for i in range(4)))
-    code, out, _ = run(capsys, "replay", tmp_path / "t.jsonl", "--cache-only", "--organizations", "s2", "--json", tmp_path / "c.json")
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps(row | {"timestamp": 1000 * i}) + "\n" for i in range(4))
+    )
+    code, out, _ = run(
+        capsys,
+        "replay",
+        tmp_path / "t.jsonl",
+        "--cache-only",
+        "--organizations",
+        "s2",
+        "--json",
+        tmp_path / "c.json",
+    )
     assert code == 0
     rows = json.loads((tmp_path / "c.json").read_text())
     curve = [r["block_hit"] for r in rows if r["table"] == "curve"]
@@ -72,7 +96,10 @@ def test_replay_of_a_trace_without_a_clock(capsys, tmp_path):
 BAD = [
     (["replay", "nowhere.jsonl"], "trace must be a file, got 'nowhere.jsonl'"),
     (["replay", "--model", "falcon-h1-8b"], "falcon-h1-7b"),
-    (["replay", "--organizations", "s2,s9"], "organization must be one of s0, s1, s2, d0, striped, nested, got 's9'"),
+    (
+        ["replay", "--organizations", "s2,s9"],
+        "organization must be one of s0, s1, s2, d0, striped, nested, got 's9'",
+    ),
     (["replay", "--organizations", ","], "organizations must name at least one item"),
     (["replay", "--budget", "lots"], "budget must be an amount of memory such as 24GiB, got 'lots'"),
     (["replay", "--budget", "1KiB"], "budget_bytes must be at least"),
@@ -82,8 +109,14 @@ BAD = [
     (["replay", "--q", "2"], "q must be in [0, 1], got 2.0"),
     (["replay", "--headroom", "1.0"], "headroom must be in [0, 1), got 1.0"),
     (["replay", "--headroom", "some"], "headroom must be a number in [0, 1), got 'some'"),
-    (["replay", "--placement", "sometimes"], "placement must be one of every_block, end_only, end_junction, interval(N), got 'sometimes'"),
-    (["replay", "--placement", "interval(700)"], "interval_tokens must be a multiple of grid_tokens (512), got 700"),
+    (
+        ["replay", "--placement", "sometimes"],
+        "placement must be one of every_block, end_only, end_junction, interval(N), got 'sometimes'",
+    ),
+    (
+        ["replay", "--placement", "interval(700)"],
+        "interval_tokens must be a multiple of grid_tokens (512), got 700",
+    ),
     (["replay", "--seeds", "9-3"], "seeds must be numbers or ranges such as 42000-42011, got '9-3'"),
     (["replay", "--cap", "0"], "max_running must be at least 1, got 0"),
     (["plan", "--memory", "0GiB"], "memory must be an amount of memory such as 24GiB, got '0GiB'"),
@@ -103,7 +136,9 @@ def test_wrong_usage_is_one_line_on_stderr(capsys, args, message):
 
 @pytest.mark.parametrize("command", ["demo", "plan", "replay"])
 def test_help_of_every_command(command):
-    done = subprocess.run([sys.executable, "-m", "hybridkv", command, "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridkv", command, "--help"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and "--model" in done.stdout
 
 

@@ -36,7 +36,9 @@ def drain(planner, limit=10_000, device=None):
         if device is not None:
             device.run(step)
         names = [planner.cache.at(h).id for h in step.handles.tolist()]
-        steps.append((dict(zip(names, zip(step.start.tolist(), step.stop.tolist(), strict=True), strict=True)), step))
+        steps.append(
+            (dict(zip(names, zip(step.start.tolist(), step.stop.tolist(), strict=True), strict=True)), step)
+        )
         finish(planner, step)
     raise AssertionError("not done")
 
@@ -89,7 +91,9 @@ def test_plans_replayed_on_the_ghost_equal_serial_runs(
             planner.submit(i, tokens, outputs, salt)
         except OutOfMemory:
             continue
-        texts[i] = tuple((salt, token) for token in (*tokens, *[7] * outputs))  # a state of another tenant is another state
+        texts[i] = tuple(
+            (salt, token) for token in (*tokens, *[7] * outputs)
+        )  # a state of another tenant is another state
     done = dict.fromkeys(texts, 0)
     for spans, step in drain(planner, device=Device(planner, lambda r: texts[r.id])):
         assert sum(stop - start for start, stop in spans.values()) <= budget
@@ -109,7 +113,9 @@ def test_equal_submissions_give_equal_plans(drawn, budget, pages):
         planner = build("s2", pages, {"token_budget": budget, "max_running": 4})
         for i, (_, _, tail, outputs, salt) in enumerate(drawn):
             planner.submit(f"request {i}", tail, outputs, salt)
-        traces.append([(spans, {i: repr(p) for i, p in step.plans.items()}) for spans, step in drain(planner)])
+        traces.append(
+            [(spans, {i: repr(p) for i, p in step.plans.items()}) for spans, step in drain(planner)]
+        )
     assert traces[0] == traces[1]
 
 
@@ -126,7 +132,12 @@ def test_abandoned_steps_change_nothing():
     before, expected = counts(planner), None
     for _ in range(5):
         step = planner.plan()
-        described = (step.handles.tolist(), step.start.tolist(), step.stop.tolist(), {i: repr(p) for i, p in step.plans.items()})
+        described = (
+            step.handles.tolist(),
+            step.start.tolist(),
+            step.stop.tolist(),
+            {i: repr(p) for i, p in step.plans.items()},
+        )
         expected = expected or described
         assert described == expected
         planner.abandon(step)
@@ -150,7 +161,9 @@ def test_a4_snapshots_lie_on_the_grid():
     """A4 asks for states at end-0 and end-32, which are no boundaries: a checkpoint off the grid would change later
     bits (R9), so what is kept is the last boundary of the grid.
     """
-    planner = paper_planner(token_budget=512, policy=CachePolicy(placement="end_only", decode="update_shared"))
+    planner = paper_planner(
+        token_budget=512, policy=CachePolicy(placement="end_only", decode="update_shared")
+    )
     planner.submit("r", np.arange(1000), 1)
     assert [s["r"] for s, _ in drain(planner)] == [(0, 512), (512, 1000)]
     assert [c.position for c in planner.cache.index.checkpoints.values()] == [512]
@@ -224,7 +237,9 @@ def test_c9_random_aborts_leave_no_page_behind():
 def test_f1_a_request_that_never_fits_is_refused_at_once():
     """F1: more pages than the pool has, counting the states it reads and writes: refused when submitted, not retried."""
     planner = paper_planner(pages={"shared": 16})
-    with pytest.raises(OutOfMemory, match=r"request 'r' of 5000 tokens must fit the pools, got 16 pages .* 17 are needed"):
+    with pytest.raises(
+        OutOfMemory, match=r"request 'r' of 5000 tokens must fit the pools, got 16 pages .* 17 are needed"
+    ):
         planner.submit("r", np.arange(4900), 100)
     assert not planner.waiting and "r" not in planner.cache.requests
     planner.submit("fits", np.arange(4500), 100)  # 9 blocks, 2 x 3 members, 1 slab: all 16 pages

@@ -35,7 +35,7 @@ def imports(path):
             names = [alias.name for alias in node.names]
         for name in names:
             if name.split(".")[0] == "hybridkv":
-                yield (name.split(".") + [""])[1], name
+                yield name.partition(".")[2].partition(".")[0], name
             elif name.split(".")[0] in ("torch", "triton"):
                 yield name.split(".")[0] + "!", name
 
@@ -56,14 +56,23 @@ def test_arrows_run_downwards(path):
             assert mine in ("testing", "cli"), f"{mine} imports {name}"
 
 
-@pytest.mark.parametrize("call", ["import hybridkv", "import hybridkv.schedule.hybrid, hybridkv.simulate.engine", "import hybridkv.testing"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "import hybridkv",
+        "import hybridkv.schedule.hybrid, hybridkv.simulate.engine",
+        "import hybridkv.testing",
+    ],
+)
 def test_the_control_plane_imports_without_torch(call):
     code = f"import sys; sys.modules['torch'] = sys.modules['triton'] = None; {call}"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_public_names_are_flat_and_sorted():
-    names = [n for n in vars(hybridkv) if not n.startswith("_") and not isinstance(getattr(hybridkv, n), type(sys))]
+    names = [
+        n for n in vars(hybridkv) if not n.startswith("_") and not isinstance(getattr(hybridkv, n), type(sys))
+    ]
     assert sorted(names) == sorted(hybridkv.__all__)
     assert hybridkv.__all__ == sorted(hybridkv.__all__)
 
@@ -74,25 +83,30 @@ def test_public_names_are_in_the_documents():
     assert not missing
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if "/triton/" not in str(p)], ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", [p for p in MODULES if "/triton/" not in str(p)], ids=lambda p: str(p.relative_to(PACKAGE))
+)
 def test_sizes(path):
     """About 300 lines a file and 40 a function; the limits are where one has to look again."""
     text = path.read_text()
     assert text.count("\n") <= LONG.get(str(path.relative_to(PACKAGE)), 400)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < 70, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+            assert node.end_lineno - node.lineno < 70, (
+                f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+            )
 
 
 LONG = {
     "alloc/cache.py": 640,  # one class with one docstring per call of the public API
-    "testing/_world.py": 700,  # one rule set over one world
-    "testing/mutants.py": 700,  # a list
+    "testing/mutants.py": 800,  # a list
 }
 
 
 def source_files():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
     return [ROOT / name for name in listed if name.endswith((".py", ".md", ".toml", ".txt", "Makefile"))]
 
 
@@ -108,7 +122,7 @@ def test_no_path_of_a_machine():
     assert not found
 
 
-COMPARISONS = re.compile(r"^\s*(torch|np|numpy|math)\.(allclose|equal|array_equal|isclose)\(", re.M)
+COMPARISONS = re.compile(r"^\s*(torch|np|numpy|math)\.(allclose|equal|array_equal|isclose)\(", re.MULTILINE)
 
 
 def test_no_comparison_whose_result_nobody_reads():
@@ -124,13 +138,18 @@ def test_every_invariant_has_a_test_that_cites_it():
 
 def test_twins_have_the_same_names():
     """`reference/x.py` and `triton/x.py` mirror each other, signature for signature."""
+
     def signatures(path):
         nodes = ast.parse(path.read_text()).body
-        return {n.name: ast.unparse(n.args) for n in nodes if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+        return {
+            n.name: ast.unparse(n.args)
+            for n in nodes
+            if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")
+        }
 
     for kernel in (PACKAGE / "triton").glob("[a-z]*.py"):
         twin = PACKAGE / "reference" / kernel.name
-        if kernel.stem in ("common",) or not twin.exists():
+        if kernel.stem == "common" or not twin.exists():
             continue
         ours, theirs = signatures(twin), signatures(kernel)
         public = {n for n in theirs if n in ours}

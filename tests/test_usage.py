@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from hybridkv import CachePolicy, CorruptionError, HybridCache, ModelGeometry, Organization, UnsupportedError, UsageError
+from hybridkv import (
+    CachePolicy,
+    CorruptionError,
+    HybridCache,
+    ModelGeometry,
+    Organization,
+    UnsupportedError,
+    UsageError,
+)
 from hybridkv.alloc.policy.placement import Placement
 from hybridkv.alloc.rows import IN_FLIGHT
 
@@ -13,7 +21,9 @@ S2 = Organization.named("s2", FALCON)
 
 def make(**policy):
     """A cache with a running, a waiting, a released and a flying request, and something cached."""
-    cache = HybridCache(S2, pages={"shared": 100}, policy=CachePolicy(**({"decode": "update_shared"} | policy)))
+    cache = HybridCache(
+        S2, pages={"shared": 100}, policy=CachePolicy(**({"decode": "update_shared"} | policy))
+    )
     old = cache.request("old", np.arange(1200))
     cache.admit(old)
     cache.commit(old, 1200, [5])
@@ -23,14 +33,26 @@ def make(**policy):
     cache.commit(running, 700)
     flying = cache.request("flying", np.arange(9000, 9800))
     cache.admit(flying)
-    return cache, {"old": old, "running": running, "flying": flying, "waiting": cache.request("waiting", np.arange(600))}
+    return cache, {
+        "old": old,
+        "running": running,
+        "flying": flying,
+        "waiting": cache.request("waiting", np.arange(600)),
+    }
 
 
 def picture(cache):
     """Everything that can be observed, the reclaim order included."""
     pools = [(p.free_ids(), p.cached_ids(), p.references.tolist()) for p in cache.storage.pools.values()]
-    slots = [(page, s.free, tuple(s.references)) for store in cache.storage.slot_pools for page, s in store.slabs.items()]
-    rows = [(r.id, r.status, r.length, r.computed, r.planned, r.blocks, tuple(map(repr, r.states()))) for r in cache.requests.values()]
+    slots = [
+        (page, s.free, tuple(s.references))
+        for store in cache.storage.slot_pools
+        for page, s in store.slabs.items()
+    ]
+    rows = [
+        (r.id, r.status, r.length, r.computed, r.planned, r.blocks, tuple(map(repr, r.states())))
+        for r in cache.requests.values()
+    ]
     index = (list(map(str, cache.index.blocks.values())), list(map(str, cache.index.checkpoints.values())))
     return pools, slots, rows, index, [cache.rows.ends(r.row) for r in cache.requests.values()]
 
@@ -110,7 +132,9 @@ def test_steps_in_flight_are_bounded():
         cache.extend(r, 702 + i)
     before = picture(cache)
     for call in (lambda: cache.extend(r, 720), lambda: cache.extend_many([r], [720])):
-        with pytest.raises(UsageError, match="steps in flight must be at most 8 a request, got one more; commit first"):
+        with pytest.raises(
+            UsageError, match="steps in flight must be at most 8 a request, got one more; commit first"
+        ):
             call()
     with pytest.raises(UsageError, match="computed must be 702 while later steps are in flight"):
         cache.commit(r, 701)
@@ -122,7 +146,9 @@ def test_a_state_whose_pages_went_elsewhere_cannot_be_used():
     cache, requests = make()
     state = next(iter(cache.index.checkpoints.values()))
     cache.clear()
-    with pytest.raises(CorruptionError, match="I3: Checkpoint.* was used after its pages went elsewhere") as caught:
+    with pytest.raises(
+        CorruptionError, match=r"I3: Checkpoint.* was used after its pages went elsewhere"
+    ) as caught:
         cache.lease(state)
     assert caught.value.invariant == "I3"
     assert requests["running"].source.position == 512
@@ -153,5 +179,7 @@ def test_wrong_settings_are_refused(build, message):
 
 def test_replay_needs_a_window():
     jamba = Organization.named("s2", ModelGeometry.preset("jamba-v0.1"))
-    with pytest.raises(UnsupportedError, match="decode='replay' needs a window, which jamba-v0.1 .s2. has not"):
+    with pytest.raises(
+        UnsupportedError, match=r"decode='replay' needs a window, which jamba-v0.1 .s2. has not"
+    ):
         HybridCache(jamba, pages={"shared": 50}, policy=CachePolicy(decode="replay"))

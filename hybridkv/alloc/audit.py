@@ -40,7 +40,7 @@ def snapshot(cache: HybridCache) -> Stats:
 
 
 def _pool_stats(pool: PagePool) -> PoolStats:
-    kinds = np.bincount(pool.kind + 1, minlength=len(KINDS) + 1)[1:].tolist()
+    kinds = np.bincount(pool.kinds + 1, minlength=len(KINDS) + 1)[1:].tolist()
     by_kind = {kind.value: count for kind, count in zip(KINDS, kinds, strict=True) if count}
     return PoolStats(pool.size, pool.free, pool.cached, pool.held, pool.peak_held, by_kind)
 
@@ -81,12 +81,18 @@ def _audit_index(cache: HybridCache) -> None:
     """I1, I3: what is discoverable is whole, and every unit would tell it."""
     for table in (cache.index.blocks, cache.index.checkpoints):
         for key, state in table.items():
-            _expect(state.key == key and state.stage is Lifecycle.PUBLISHED, "I1", f"{state!r} is filed wrongly")
+            _expect(
+                state.key == key and state.stage is Lifecycle.PUBLISHED, "I1", f"{state!r} is filed wrongly"
+            )
             for kind, units in state:
                 store = cache.storage.by_kind[kind]
                 for unit in units.ravel().tolist():
                     owner = store.owner(unit) if isinstance(store, SlotPool) else store.owners[unit]
-                    _expect(owner is state, "I3", f"{state!r} depends on {kind.value} {unit}, which does not tell it")
+                    _expect(
+                        owner is state,
+                        "I3",
+                        f"{state!r} depends on {kind.value} {unit}, which does not tell it",
+                    )
                 _expect((units >= 0).all(), "I4", f"{state!r} names an absent unit")
     for r in cache.requests.values():
         for state in r.states():
@@ -106,9 +112,17 @@ def _audit_pages(pool: PagePool, references: Counter[int], slot_pools: list[Slot
     free = pool.free_ids()
     cached = np.flatnonzero((pool.references == 0) & pool.published).tolist()
     is_held = np.flatnonzero(pool.references).tolist()
-    _expect(sorted(free + cached + is_held) == list(range(pool.size)), "I5", f"pages of {pool.name!r} do not add up")
-    _expect(len(cached) == pool.cached and len(is_held) == pool.held, "I5", f"counts of {pool.name!r} are wrong")
-    _expect(set(pool.cached_ids()) == set(cached), "I5", f"reclaim queue of {pool.name!r} does not hold {cached}")
+    _expect(
+        sorted(free + cached + is_held) == list(range(pool.size)),
+        "I5",
+        f"pages of {pool.name!r} do not add up",
+    )
+    _expect(
+        len(cached) == pool.cached and len(is_held) == pool.held, "I5", f"counts of {pool.name!r} are wrong"
+    )
+    _expect(
+        set(pool.cached_ids()) == set(cached), "I5", f"reclaim queue of {pool.name!r} does not hold {cached}"
+    )
     for page in np.flatnonzero(pool.published).tolist():
         owner = pool.owners[page]
         known = page in slabs if isinstance(owner, SlotPool) else isinstance(owner, State)
@@ -125,14 +139,21 @@ def _audit_slots(store: SlotPool, references: Counter[int]) -> None:
         _expect(not free & cached, "I5", f"a slot of slab {page} is free and cached")
         for slot in range(width):
             expected = references.pop(page * width + slot, 0)
-            _expect(slab.references[slot] == expected, "I2", f"slot {slot} of slab {page} has wrong references")
+            _expect(
+                slab.references[slot] == expected, "I2", f"slot {slot} of slab {page} has wrong references"
+            )
             _expect(not (expected and slot in free), "I2", f"slot {slot} of slab {page} is free and held")
         spare += (width - slab.held) if slab.held else 0
         cached_slots += len(cached)
     _expect(not references, "I2", f"lines {sorted(references)} are held and in no slab")
     _expect(store.spare == spare and store.cached == cached_slots, "I5", "counts of slots are wrong")
     lines = {line for line in store.queue.order() if store.owner(line) is not None}
-    owned = {p * width + s for p, b in store.slabs.items() for s in range(width) if b.owners[s] and not b.references[s]}
+    owned = {
+        p * width + s
+        for p, b in store.slabs.items()
+        for s in range(width)
+        if b.owners[s] and not b.references[s]
+    }
     _expect(owned <= lines, "I5", "a cached slot is not in the reclaim queue")
 
 

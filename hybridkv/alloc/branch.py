@@ -77,7 +77,11 @@ def truncate(cache: HybridCache, r: Request, tokens: int) -> Truncated | Refused
         if target < 0:
             return Refused("retained states", tokens, r.source.position if r.source else 0)
     keep, partial = divmod(target, width)
-    shared = partial > 0 and growth.attention and (r.published > keep or (growth.shared_planes and is_aliased(r, keep)))
+    shared = (
+        partial > 0
+        and growth.attention
+        and (r.published > keep or (growth.shared_planes and is_aliased(r, keep)))
+    )
     if shared and (refused := cache.storage.shortage(((cache.storage.attention, 1),))):
         return refused
     copies: list[Copy] = []
@@ -85,7 +89,9 @@ def truncate(cache: HybridCache, r: Request, tokens: int) -> Truncated | Refused
     if growth.attention and rolled_back:
         copies = _cut_blocks(cache, r, keep, shared=shared, partial=partial > 0)
     r.cut(tokens)
-    r.prompt_tokens = min(r.prompt_tokens, tokens)  # what comes behind is decoded, also where a prompt once was
+    r.prompt_tokens = min(
+        r.prompt_tokens, tokens
+    )  # what comes behind is decoded, also where a prompt once was
     if cache.policy.decode == "update":
         r.kept_until = min(r.kept_until, tokens)
     t = cache.rows

@@ -15,7 +15,9 @@ from hybridkv.alloc.organization import ALIGNMENT, Organization, Placement, Pool
 from hybridkv.errors import UnsupportedError, UsageError
 from hybridkv.geometry import ModelGeometry
 
-BLOCK_TOKENS = 512  # the paper's attention block and checkpoint grid; also the attention segment of the kernels
+BLOCK_TOKENS = (
+    512  # the paper's attention block and checkpoint grid; also the attention segment of the kernels
+)
 NATIVE_BLOCK_TOKENS = 16
 PAGE_BYTES = 512 * 1024  # the paper's page of S1 and S2
 
@@ -35,7 +37,9 @@ def members(page_bytes: int, rows: int, row_bytes: int) -> int:
 def window_bytes(g: ModelGeometry) -> int:
     """Bytes of one layer's replay window: a chunk's inputs and its two fp32 scalars a head (kernels note 5.1)."""
     spec = g.recurrent
-    if spec is None or spec.state_shape is None or spec.kind == "mamba1":  # no heads: dt is as wide as the state
+    if (
+        spec is None or spec.state_shape is None or spec.kind == "mamba1"
+    ):  # no heads: dt is as wide as the state
         return 0
     columns = spec.conv_dim
     if spec.kind == "mamba2":  # only the current token's C is needed
@@ -55,7 +59,9 @@ def _block_tokens(page_bytes: int, kv_bytes: int) -> int:
 def _attention(pool: str, kv_bytes: int, tokens: int, slot_bytes: int = 0) -> dict[StateKind, Placement]:
     if not kv_bytes:
         return {}
-    place = Placement(pool=pool, payload_bytes=kv_bytes * tokens, pages=int(not slot_bytes), slot_bytes=slot_bytes)
+    place = Placement(
+        pool=pool, payload_bytes=kv_bytes * tokens, pages=int(not slot_bytes), slot_bytes=slot_bytes
+    )
     return {StateKind.ATTENTION: place}
 
 
@@ -79,7 +85,10 @@ def _composite(g: ModelGeometry, pool: str) -> dict[StateKind, Placement]:
     made = {StateKind.SSM: Placement(pool=pool, payload_bytes=g.ssm_bytes, pages=1)}
     if g.conv_bytes:
         made[StateKind.CONV] = Placement(
-            pool=pool, payload_bytes=g.conv_bytes, within=StateKind.SSM, offset=round_up(g.ssm_bytes, ALIGNMENT)
+            pool=pool,
+            payload_bytes=g.conv_bytes,
+            within=StateKind.SSM,
+            offset=round_up(g.ssm_bytes, ALIGNMENT),
         )
     return made
 
@@ -166,7 +175,9 @@ def _s2(g: ModelGeometry) -> Organization:
 
 # Table B-3, chosen by the paper with a worst-case stranded-byte screen; keyed by (KV bytes, composite bytes).
 _PAPER_SPLITS = {(1024, 1_594_368): Fraction(527383, 10**6), (2048, 1_074_688): Fraction(199699, 10**6)}
-_SPLIT_CONTEXT_TOKENS = 3475  # with 2 live checkpoints it gives Falcon's .5274: both limits meet (research note 8.2)
+_SPLIT_CONTEXT_TOKENS = (
+    3475  # with 2 live checkpoints it gives Falcon's .5274: both limits meet (research note 8.2)
+)
 
 
 def _split(g: ModelGeometry) -> Fraction:
@@ -174,12 +185,16 @@ def _split(g: ModelGeometry) -> Fraction:
     if paper is not None:
         return paper
     attention = g.attention_layers * g.kv_bytes_per_token * _SPLIT_CONTEXT_TOKENS
-    return Fraction(attention, attention + 2 * g.recurrent_layers * g.composite_bytes).limit_denominator(10**6)
+    return Fraction(attention, attention + 2 * g.recurrent_layers * g.composite_bytes).limit_denominator(
+        10**6
+    )
 
 
 def _d0(g: ModelGeometry) -> Organization:
     if g.attention is None or g.recurrent is None:
-        raise UnsupportedError(f"d0 has one pool for attention and one for recurrent state; {g.name} has not both")
+        raise UnsupportedError(
+            f"d0 has one pool for attention and one for recurrent state; {g.name} has not both"
+        )
     kv = g.kv_bytes_per_token
     unit, page, share = round_up(kv * NATIVE_BLOCK_TOKENS, ALIGNMENT), _composite_bytes(g), _split(g)
     return Organization(
@@ -200,6 +215,7 @@ def _d0(g: ModelGeometry) -> Organization:
 
 
 def with_split(made: Organization, fraction: float | str | Fraction) -> Organization:
+    """D0 with another part of the budget for attention; the rest is for recurrent state."""
     if len(made.pools) != 2:
         raise UsageError(f"attention_fraction must be left out for {made.name}, which has one pool")
     share = Fraction(str(fraction))

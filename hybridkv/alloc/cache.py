@@ -62,8 +62,7 @@ class CachePolicy:
     are not published; `update_shared` publishes them all the same, as today's engines do.
     `hold_source`: keep the last passed checkpoint referenced until the next is passed (two live checkpoints a running
     request, research note 8.2), so that `truncate` can return to it; otherwise until the first step behind it.
-    `loop_policy`: names how a looped model's tokens exit. States made under another one are never shared (I9); loops
-    and layout are the geometry's, and in its fingerprint.
+    `loop_policy`: names how tokens of a looped model exit; states made under another one are never shared (I9).
     """
 
     headroom: float | str | Fraction = 0
@@ -105,7 +104,9 @@ class HybridCache:
         self.storage.on_loss = self._lost
         replay = self.policy.decode == "replay" and g.recurrent is not None
         if replay and not self.storage.window:
-            raise UnsupportedError(f"decode='replay' needs a window, which {g.name} ({organization.name}) has not")
+            raise UnsupportedError(
+                f"decode='replay' needs a window, which {g.name} ({organization.name}) has not"
+            )
         self.rows = RowTable(organization.block_tokens)
         self.growth = Growth(self.storage, self.rows, replay=replay)
         self.index = PrefixIndex(
@@ -122,7 +123,9 @@ class HybridCache:
         self._hash = token_hash or Blake2b()
         self._placement = resolve_placement(self.policy.placement)
         self._placement.keep(organization.grid_tokens, 1, Match(0, 0, 0))
-        self._headroom = {n: headroom_pages(self.policy.headroom, p.size) for n, p in self.storage.pools.items()}
+        self._headroom = {
+            n: headroom_pages(self.policy.headroom, p.size) for n, p in self.storage.pools.items()
+        }
         decode = self.policy.decode if self.policy.decode == "replay" else "update"
         self._identity = (g.fingerprint, decode, self.policy.loop_policy)
 
@@ -135,7 +138,9 @@ class HybridCache:
         `salt` isolates: only requests with an equal salt share states. A live `request_id` may not be used again.
         """
         if request_id in self.requests:
-            raise UsageError(f"request_id must be new, got {request_id!r}, which is {self.requests[request_id].status.value}")
+            raise UsageError(
+                f"request_id must be new, got {request_id!r}, which is {self.requests[request_id].status.value}"
+            )
         if salt is not None and not isinstance(salt, str | int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(f"salt must be a string, an integer or None, got {salt!r}")
         tokens = as_tokens(token_ids)
@@ -171,7 +176,13 @@ class HybridCache:
         return s.never((*counts, *extra))
 
     def admit(
-        self, r: Request, upto: int | None = None, *, budget: int | None = None, reserve: int = 0, cut: bool = False
+        self,
+        r: Request,
+        upto: int | None = None,
+        *,
+        budget: int | None = None,
+        reserve: int = 0,
+        cut: bool = False,
     ) -> Admitted | Refused:
         """Start a waiting request: take references on its hit, reserve room for [cached, stop).
 
@@ -256,9 +267,13 @@ class HybridCache:
         if not r.computed < computed <= end:
             raise UsageError(f"computed must be in {r.computed + 1}..{end} (end of the step), got {computed}")
         if computed < end and self.rows.flights(r.row) > 1:
-            raise UsageError(f"computed must be {end} while later steps are in flight, got {computed}; abandon them first")
+            raise UsageError(
+                f"computed must be {end} while later steps are in flight, got {computed}; abandon them first"
+            )
         if computed > r.length + len(added):
-            raise UsageError(f"computed must be at most {r.length + len(added)} (tokens known), got {computed}")
+            raise UsageError(
+                f"computed must be at most {r.length + len(added)} (tokens known), got {computed}"
+            )
         self._append(r, added, publishes=computed >= self.rows.next_publish[r.row])
         self._commit_short(r, computed) if computed < end else self._commit_rows(np.array([r.row]), computed)
         if computed >= self.rows.next_publish[r.row]:
@@ -284,9 +299,14 @@ class HybridCache:
         if (done != ends).any():
             raise UsageError(f"computed must be the ends of the steps, {ends.tolist()}, got {done.tolist()}")
         if (done > t.length[rows]).any():
-            raise UsageError(f"computed must be at most the tokens known, {t.length[rows].tolist()}, got {done.tolist()}")
+            raise UsageError(
+                f"computed must be at most the tokens known, {t.length[rows].tolist()}, got {done.tolist()}"
+            )
         added = None if new_tokens is None else self._sampled(new_tokens, len(rows))
-        full = [(self._at(int(rows[i])), int(done[i])) for i in np.flatnonzero(done >= t.next_publish[rows]).tolist()]
+        full = [
+            (self._at(int(rows[i])), int(done[i]))
+            for i in np.flatnonzero(done >= t.next_publish[rows]).tolist()
+        ]
         for r, _ in full:
             r.hash(self._hash)  # may raise: before anything changes
         self._commit_rows(rows, done)
@@ -370,9 +390,8 @@ class HybridCache:
     def alias(self, r: Request, block: int, depth: int) -> Plan:
         """Planes `depth`.. of a block name the page of plane `depth` - 1: all its tokens left at `depth` (D42).
 
-        Their own pages go back; the shared one keeps one reference, and is released once. For layout `last_exited`, a
-        full block of decoded tokens, which is not published, and no step of `r` in flight. Nothing undoes it: an
-        abandoned step gives back what it took itself, `truncate` into the block copies it to a page per plane.
+        Their own pages go back; the shared one keeps one reference. For layout `last_exited`, and a full block that
+        is not published; no step of `r` in flight. Only `truncate` into the block undoes it: by a copy, all planes.
         """
         self._settled(r)
         return self._checked(planes.alias(self, r, block, depth))
@@ -429,7 +448,9 @@ class HybridCache:
         step = self.organization.block_tokens
         return list(dict.fromkeys((min(found.match.joint, (upto - 1) // step * step), 0)))
 
-    def _begin(self, r: Request, found: Found, depth: int, upto: int, budget: int | None, *, cut: bool) -> int:
+    def _begin(
+        self, r: Request, found: Found, depth: int, upto: int, budget: int | None, *, cut: bool
+    ) -> int:
         """Pin the hit at `depth` for `r`, and say where its first step ends."""
         r.kept = self._placement.keep(self.organization.grid_tokens, r.length, found.match)
         blocks = found.blocks[: depth // self.organization.block_tokens]
@@ -527,7 +548,9 @@ class HybridCache:
     def _publish_block(self, r: Request, k: int) -> None:
         """Make block `k` discoverable, unless an equal one is."""
         if r.chain[k] not in self.index.blocks:
-            block = AttentionBlock((k + 1) * self.organization.block_tokens, {ATTENTION: r.table[:, k : k + 1].copy()})
+            block = AttentionBlock(
+                (k + 1) * self.organization.block_tokens, {ATTENTION: r.table[:, k : k + 1].copy()}
+            )
             self.index.publish(block, r.chain[k])
             self.storage.publish(block)
             self.counters["published_blocks"] += 1
@@ -583,7 +606,9 @@ class HybridCache:
     def _sampled(self, tokens: NDArray[Any] | Sequence[int], count: int) -> NDArray[np.int64]:
         added = np.asarray(tokens)
         if added.shape != (count,) or added.dtype.kind not in "iu" or (added > np.iinfo(np.int32).max).any():
-            raise UsageError(f"new_tokens must be {count} token ids below 2**31, got shape {added.shape} of {added.dtype}")
+            raise UsageError(
+                f"new_tokens must be {count} token ids below 2**31, got shape {added.shape} of {added.dtype}"
+            )
         return added.astype(np.int64, copy=False)
 
     def _oldest(self, r: Request) -> int:
@@ -593,7 +618,9 @@ class HybridCache:
 
     def _alive(self, r: Request) -> None:
         if self.requests.get(r.id) is not r:
-            raise UsageError(f"request must be live, got {r.id!r}, which was released or belongs to another cache")
+            raise UsageError(
+                f"request must be live, got {r.id!r}, which was released or belongs to another cache"
+            )
 
     def _expect(self, r: Request, status: Status) -> None:
         self._alive(r)
@@ -603,10 +630,11 @@ class HybridCache:
     def _settled(self, r: Request) -> None:
         self._expect(r, Status.RUNNING)
         if self.rows.flights(r.row):
-            raise UsageError(f"request {r.id!r} must have no step in flight, got {self.rows.flights(r.row)}; commit first")
+            raise UsageError(
+                f"request {r.id!r} must have no step in flight, got {self.rows.flights(r.row)}; commit first"
+            )
 
     def _checked(self, answer: T) -> T:
         if self.check >= 3:
             self.audit()
         return answer
-

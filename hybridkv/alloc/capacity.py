@@ -74,7 +74,11 @@ def largest(organization: Organization, unit: Mix, pages: Mapping[str, int], *, 
 def request_mix(organization: Organization, tokens: int, live_checkpoints: int = 2) -> Mix:
     """What a running request of `tokens` tokens holds: its blocks, and the states it reads and writes."""
     blocks = -(-tokens // organization.block_tokens) if organization.attention_parts else 0
-    states = min(live_checkpoints, -(-tokens // organization.grid_tokens)) if organization.geometry.recurrent else 0
+    states = (
+        min(live_checkpoints, -(-tokens // organization.grid_tokens))
+        if organization.geometry.recurrent
+        else 0
+    )
     return Mix(blocks, states)
 
 

@@ -58,7 +58,9 @@ class Growth:
         they pass a boundary, unless the one that was hit comes free by then.
         """
         passes = self.recurrent and stop < reserve and r.next_kept(start) < reserve
-        return ((self.storage.checkpoint, int(passes and (r.source is None or not self.storage.sole(r.source)))),)
+        return (
+            (self.storage.checkpoint, int(passes and (r.source is None or not self.storage.sole(r.source)))),
+        )
 
     def reserve(self, r: Request, start: int, stop: int, wanted: Wanted, *, admitted: bool = False) -> Plan:
         """Take what is `wanted`, record how to undo it, put the step in flight, and say what it reads and writes.
@@ -112,7 +114,9 @@ class Growth:
         limit = r.blocks * self.block_tokens if self.attention else NEVER
         if self.recurrent:
             planned = r.planned
-            running = (r.open is not None or r.live is not None) and planned > r.opened_at  # else a step reads elsewhere
+            running = (
+                r.open is not None or r.live is not None
+            ) and planned > r.opened_at  # else a step reads elsewhere
             limit = min(limit, r.next_kept(planned) - 1 if running else planned)
             if self.replay and r.window is None:
                 limit = min(limit, r.prompt_tokens)
@@ -120,7 +124,9 @@ class Growth:
 
     def plan(self, r: Request, start: int, stop: int, copies: tuple[Copy, ...] = ()) -> Plan:
         """What the newest step of `r` reads and writes."""
-        table = r.table[:, : r.blocks]  # also what is reserved behind `stop`: a later step may need no plan of its own
+        table = r.table[
+            :, : r.blocks
+        ]  # also what is reserved behind `stop`: a later step may need no plan of its own
         if not self.recurrent:
             return Plan(r.handle, start, stop, table, copies=copies)
         writes = tuple(Write(b.position, b) for b in r.boundaries if start < b.position <= stop)

@@ -252,7 +252,9 @@ def _check(o: Organization) -> None:
         (StateKind.CONV, o.geometry.conv_bytes),
     ):
         if needed and kind not in o.placements:
-            raise UsageError(f"placements must hold {kind.value!r}: {o.geometry.name} has {needed} bytes of it")
+            raise UsageError(
+                f"placements must hold {kind.value!r}: {o.geometry.name} has {needed} bytes of it"
+            )
         if needed and o.placements[kind].payload_bytes < needed:
             raise UsageError(
                 f"payload_bytes of {kind.value!r} must be at least {needed}, got {o.placements[kind].payload_bytes}"
@@ -262,11 +264,15 @@ def _check(o: Organization) -> None:
 def _check_placement(o: Organization, kind: StateKind, place: Placement) -> None:
     page = o.pool(place.pool).page_bytes
     if (place.pages > 0) + (place.slot_bytes > 0) + (place.within is not None) != 1:
-        raise UsageError(f"placement of {kind.value!r} must name one of pages, slot_bytes and within, got {place}")
+        raise UsageError(
+            f"placement of {kind.value!r} must name one of pages, slot_bytes and within, got {place}"
+        )
     if place.within is not None:
         host = o.placements.get(place.within)
         if host is None or host.within is not None or host.pool != place.pool:
-            raise UsageError(f"placement of {kind.value!r} must lie within a state of the same pool, got {place}")
+            raise UsageError(
+                f"placement of {kind.value!r} must lie within a state of the same pool, got {place}"
+            )
         room = (page - place.offset) * host.pages
     elif place.slot_bytes:
         if place.slot_bytes % ALIGNMENT or page < place.slot_bytes:

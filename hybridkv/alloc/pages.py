@@ -66,6 +66,9 @@ class ReclaimQueue:
 
     def restore(self, item: int, stamp: int) -> None:
         """Give an id its old stamp back, and an entry where that is gone: taken by `pop`, or dropped as stale."""
+        if stamp == NO_STAMP:  # it was held all the time, and never became reclaimable before
+            self.push_one(item)
+            return
         self.stamps[item] = stamp
         i = self._head + int(np.searchsorted(self._stamps[self._head : self._tail], stamp))
         if i < self._tail and self._stamps[i] == stamp:
@@ -75,6 +78,11 @@ class ReclaimQueue:
         if self._front[at : at + 1] != [entry]:
             self._front.insert(at, entry)
 
+    def age(self, item: int) -> int:
+        """The stamp of an id, parked or not."""
+        stamp = int(self.stamps[item])
+        return PARKED - stamp if stamp <= PARKED else stamp
+
     def park(self, item: int) -> None:
         """An id that `pop` took is held: it has no entry, and keeps its place for `unpark`."""
         self.stamps[item] = PARKED - self.stamps[item]
@@ -82,7 +90,9 @@ class ReclaimQueue:
     def unpark(self, ids: NDArray[np.integer[Any]]) -> None:
         """Ids are reclaimable again as if they had never been held; new ones are appended."""
         stamps = self.stamps[ids]
-        for item, stamp in zip(ids[stamps <= PARKED].tolist(), stamps[stamps <= PARKED].tolist(), strict=True):
+        for item, stamp in zip(
+            ids[stamps <= PARKED].tolist(), stamps[stamps <= PARKED].tolist(), strict=True
+        ):
             self.restore(item, PARKED - stamp)
         if len(new := ids[stamps == NO_STAMP]):
             self.push(new)
@@ -133,7 +143,7 @@ class PagePool:
         self.references = np.zeros(size, np.int32)
         self.published = np.zeros(size, np.bool_)
         self.generation = np.zeros(size, np.int32)
-        self.kind = np.full(size, -1, np.int8)
+        self._kind = np.full(size, -1, np.int8)
         self.owners: list[object | None] = [None] * size
         self.cached = 0
         self.peak_held = 0
@@ -156,17 +166,25 @@ class PagePool:
         """Pages that could be handed out now, if need be by reclaiming cached ones."""
         return self._top + self.cached
 
+    @property
+    def kinds(self) -> NDArray[np.int8]:
+        """What every page was taken for, -1 where it is free. O(pages)."""
+        return np.where(self.published | (self.references > 0), self._kind, np.int8(-1))
+
     def take(self, count: int, kind: int) -> Ids:
         """Hand out free pages with one reference each. The caller has made room before."""
         low = self._top - count
         if low < 0:
-            raise CorruptionError("I5", f"pool {self.name!r} was asked for {count} pages and has {self._top} free")
+            raise CorruptionError(
+                "I5", f"pool {self.name!r} was asked for {count} pages and has {self._top} free"
+            )
         ids = self._free[low : self._top][::-1].copy()
         self._top = low
         self.references[ids] = 1
         self.generation[ids] += 1
-        self.kind[ids] = kind
-        self.peak_held = max(self.peak_held, self.held)
+        self._kind[ids] = kind
+        if (held := self.size - low - self.cached) > self.peak_held:
+            self.peak_held = held
         return ids
 
     def untake(self, ids: Ids) -> None:
@@ -181,7 +199,9 @@ class PagePool:
         idle = before == 0
         if idle.any():
             if not self.published[ids[idle]].all():
-                raise CorruptionError("I2", f"pool {self.name!r}: a free page was referenced, one of {ids.tolist()}")
+                raise CorruptionError(
+                    "I2", f"pool {self.name!r}: a free page was referenced, one of {ids.tolist()}"
+                )
             self.cached -= int(idle.sum())
             self.peak_held = max(self.peak_held, self.held)
         self.references[ids] = before + 1
@@ -192,20 +212,28 @@ class PagePool:
         Pages become reclaimable in the order given. `touch=False` gives back an unused reference and leaves the
         reclaim order as it was before.
         """
-        after = self.references[ids] - 1
-        if (after < 0).any():
-            raise CorruptionError("I5", f"pool {self.name!r}: a page without reference was released, one of {ids}")
+        after = self.references.take(ids)
+        after -= 1
         self.references[ids] = after
-        idle = ids[after == 0]
-        cached = idle[self.published[idle]]
-        if len(cached):
-            self.cached += len(cached)
+        idle = ids
+        if np.count_nonzero(after):  # some are held by others, or one was released too often
+            if after.min() < 0:
+                self.references[ids] = after + 1
+                raise CorruptionError(
+                    "I5", f"pool {self.name!r}: a page without reference was released, one of {ids}"
+                )
+            idle = ids[after == 0]
+        published = self.published.take(idle)
+        count = int(np.count_nonzero(published))
+        if count:
+            cached = idle if count == len(idle) else idle[published]
+            self.cached += count
             if touch:
                 self.queue.push(cached)
             else:
                 self.queue.unpark(cached)
-        if len(cached) < len(idle):
-            self._push_free(idle[~self.published[idle]])
+        if count < len(idle):
+            self._push_free(idle[~published] if count else idle)
 
     def publish(self, ids: Ids, owner: object) -> None:
         """From now on `owner` must be told before one of these held pages goes elsewhere."""
@@ -222,7 +250,6 @@ class PagePool:
             stamps[page] = NO_STAMP
             if self.references[page] == 0:
                 self.cached -= 1
-                self.kind[page] = -1
                 free[self._top] = page
                 self._top += 1
 
@@ -234,7 +261,9 @@ class PagePool:
         while (page := self.queue.pop()) >= 0:
             if self.references[page] == 0:
                 return page
-            self.queue.park(page)  # held again: an unused reference gives it back its place, a used one a new stamp
+            self.queue.park(
+                page
+            )  # held again: an unused reference gives it back its place, a used one a new stamp
         raise CorruptionError("I5", f"pool {self.name!r} counts {self.cached} cached pages and finds none")
 
     # Slabs: pages cut in slots. A slab has one reference while any of its slots is held.
@@ -262,7 +291,6 @@ class PagePool:
         """An idle slab has no used slot left: the page is free."""
         self.published[page] = False
         self.owners[page] = None
-        self.kind[page] = -1
         self.queue.forget(page)
         self.cached -= 1
         self._free[self._top] = page
@@ -283,7 +311,7 @@ class PagePool:
 
     def stamp_of(self, page: int) -> tuple[int, ...]:
         """Place in the reclaim order."""
-        return (int(self.queue.stamps[page]),)
+        return (self.queue.age(page),)
 
     def revive(self, pages: list[int], owner: object, stamps: list[tuple[int, ...]], kind: int) -> None:
         """Free pages whose content is still intact become cached again, first to be reclaimed."""
@@ -295,7 +323,7 @@ class PagePool:
         for (stamp,), page in sorted(zip(stamps, pages, strict=True), reverse=True):
             self.published[page] = True
             self.owners[page] = owner
-            self.kind[page] = kind
+            self._kind[page] = kind
             self.queue.restore(page, stamp)
 
     def free_ids(self) -> list[int]:
@@ -310,4 +338,3 @@ class PagePool:
         count = len(ids)
         self._free[self._top : self._top + count] = ids[::-1]
         self._top += count
-        self.kind[ids] = -1

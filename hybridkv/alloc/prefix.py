@@ -76,7 +76,9 @@ def root_key(hash_tokens: TokenHash, *identity: str) -> bytes:
     return hash_tokens(b"", text) if hash_tokens.collision_resistant else text
 
 
-def extend_chain(chain: list[Key], root: bytes, tokens: Tokens, block_tokens: int, hash_tokens: TokenHash) -> None:
+def extend_chain(
+    chain: list[Key], root: bytes, tokens: Tokens, block_tokens: int, hash_tokens: TokenHash
+) -> None:
     """Append the key of every full block of `tokens` that `chain` does not cover yet. O(tokens not covered)."""
     raw = tokens[len(chain) * block_tokens :].astype("<i4", copy=False).tobytes()
     width = 4 * block_tokens
@@ -132,7 +134,7 @@ class PrefixIndex:
         blocks: list[AttentionBlock] = []
         if self._attention:
             limit = (tokens - 1) // self.block_tokens
-            found = list(map(self.blocks.get, chain[:limit]))
+            found = list(map(self.blocks.get, chain if len(chain) == limit else chain[:limit]))
             blocks = found if all(found) else found[: found.index(None)]  # type: ignore[assignment]
             if not self._recurrent:
                 depth = len(blocks) * self.block_tokens
@@ -142,7 +144,9 @@ class PrefixIndex:
             reached = usable
         get = self.checkpoints.get
         complete = [c for c in map(get, chain[step - 1 : usable * step : step]) if c is not None]
-        joint = [c for c in complete if c.position <= reached * grid]
+        joint = complete
+        if complete and complete[-1].position > reached * grid:
+            joint = [c for c in complete if c.position <= reached * grid]
         depth = joint[-1].position if joint else 0
         deepest = complete[-1].position if complete else 0
         return Found(Match(depth, reached * grid, deepest), blocks, joint)
@@ -163,5 +167,3 @@ class PrefixIndex:
         if table.pop(state.key, None) is not state:
             raise CorruptionError("I3", f"{state!r} left an index that does not hold it")
         state.stage = Lifecycle.LOST
-
-

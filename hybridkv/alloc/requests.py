@@ -1,12 +1,12 @@
 """One live request: its tokens and their keys, and what it holds while it runs.
 
-    positions   [0, cached)        [cached, computed)           [computed, planned)    [planned, blocks * block)
-    blocks      shared, cached     ours; full ones published    a step writes them     reserved, unwritten
-    on release  reference drops    reclaimable if published     freed                  freed
+positions   [0, cached)        [cached, computed)           [computed, planned)    [planned, blocks * block)
+blocks      shared, cached     ours; full ones published    a step writes them     reserved, unwritten
+on release  reference drops    reclaimable if published     freed                  freed
 
-    checkpoints `source` at or below `computed`: read, kept for a rollback until the next boundary is passed
-                `boundaries` in (computed, planned]: being written by steps in flight, oldest first
-                `open`: the running state from `opened_at` on; it becomes the next kept boundary's checkpoint
+checkpoints `source` at or below `computed`: read, kept for a rollback until the next boundary is passed
+            `boundaries` in (computed, planned]: being written by steps in flight, oldest first
+            `open`: the running state from `opened_at` on; it becomes the next kept boundary's checkpoint
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class Request:
         if (len(self.chain) + 1) * self._rows.block_tokens > self.length:
             return
         self.collect()
-        extend_chain(self.chain, self.root, self._tokens[: self._stored], self._rows.block_tokens, hash_tokens)
+        extend_chain(
+            self.chain, self.root, self._tokens[: self._stored], self._rows.block_tokens, hash_tokens
+        )
 
     def _append(self, tokens: NDArray[np.int32]) -> None:
         stop = self._stored + len(tokens)

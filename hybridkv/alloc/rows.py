@@ -83,7 +83,9 @@ class RowTable:
         except IndexError:
             good = np.zeros(len(rows), np.bool_)
         if not good.all():
-            raise UsageError(f"handles must name running requests, got {handles[~good].tolist()} that do not run")
+            raise UsageError(
+                f"handles must name running requests, got {handles[~good].tolist()} that do not run"
+            )
         if len(rows) > 1 and np.bincount(rows).max() > 1:
             raise UsageError(f"handles must name each request once, got {handles.tolist()}")
         return rows
@@ -109,13 +111,17 @@ class RowTable:
 
     def ends(self, row: int) -> list[int]:
         """Ends of the steps in flight, oldest first."""
-        return [int(self.pending[row, i % IN_FLIGHT]) for i in range(int(self.head[row]), int(self.tail[row]))]
+        return [
+            int(self.pending[row, i % IN_FLIGHT]) for i in range(int(self.head[row]), int(self.tail[row]))
+        ]
 
     def check_room(self, rows: Rows) -> None:
         """Refuse one more step where `IN_FLIGHT` are pending."""
         full = self.tail[rows] - self.head[rows] >= IN_FLIGHT
         if full.any():
-            raise UsageError(f"steps in flight must be at most {IN_FLIGHT} a request, got one more; commit first")
+            raise UsageError(
+                f"steps in flight must be at most {IN_FLIGHT} a request, got one more; commit first"
+            )
 
     def _grow(self) -> None:
         old = len(self.handle)

@@ -41,7 +41,7 @@ class SlotPool:
         self.pool, self.slots_per_page = pool, slots_per_page
         self.slabs: dict[int, Slab] = {}
         self.queue = ReclaimQueue(pool.size * slots_per_page)
-        self.generation = np.zeros(pool.size * slots_per_page, np.int32)
+        self.generation = [0] * (pool.size * slots_per_page)  # one at a time: a list is faster than an array
         self.cached = 0
         self.held = 0
         self.spare = 0  # slots of held slabs that are free or cached: to be had without a page
@@ -67,7 +67,10 @@ class SlotPool:
 
     def take(self, kind: int) -> int:
         """One slot with one reference. The caller has made room: an open slab, or a free page."""
-        slab = self.open_slab()
+        heap = self._open_held
+        slab = self.slabs.get(heap[0]) if heap else None
+        if slab is None or not slab.held or not slab.free:
+            slab = self.open_slab()
         if slab is None:
             page = int(self.pool.take(1, kind)[0])
             slab = self.slabs[page] = Slab(page, self.slots_per_page)
@@ -75,6 +78,9 @@ class SlotPool:
             slab.held = 1
             self.spare += self.slots_per_page - 1
             self._push(self._open_held, page)
+        elif slab.held:
+            slab.held += 1
+            self.spare -= 1
         else:
             self._hold(slab)
         bit = slab.free & -slab.free
@@ -100,7 +106,7 @@ class SlotPool:
             slab.takes -= 1
             if slab.takes == 0:  # nobody else ever used the slab: its page was taken for this slot
                 self.pool.generation[slab.page] -= 1
-            self._release_one(line, touch=False)
+            self.release_one(line, touch=False)
 
     def reference(self, lines: Ids) -> None:
         """One more execution reference on each slot, which must be held or cached."""
@@ -117,7 +123,7 @@ class SlotPool:
     def release(self, lines: Ids, *, touch: bool = True) -> None:
         """One reference less on each slot; at none it is cached if published, else free."""
         for line in lines.tolist():
-            self._release_one(line, touch=touch)
+            self.release_one(line, touch=touch)
 
     def publish(self, lines: Ids, owner: object) -> None:
         """From now on `owner` must be told before one of these slots goes elsewhere."""
@@ -163,11 +169,11 @@ class SlotPool:
 
     def generation_of(self, line: int) -> object:
         """Changes whenever the slot or its page is handed out anew."""
-        return int(self.pool.generation[line // self.slots_per_page]), int(self.generation[line])
+        return int(self.pool.generation[line // self.slots_per_page]), self.generation[line]
 
     def stamp_of(self, line: int) -> tuple[int, ...]:
         """Places in the reclaim order, of the slot and of its page."""
-        return int(self.queue.stamps[line]), int(self.pool.queue.stamps[line // self.slots_per_page])
+        return self.queue.age(line), self.pool.queue.age(line // self.slots_per_page)
 
     # reviving what an abandoned step had reclaimed
     def is_free(self, line: int) -> bool:
@@ -207,8 +213,10 @@ class SlotPool:
         if slab.free:
             self._push(self._open_held, slab.page)
 
-    def _release_one(self, line: int, *, touch: bool) -> None:
-        slab, slot = self._at(line)
+    def release_one(self, line: int, *, touch: bool = True) -> None:
+        """`release` of a single slot."""
+        page, slot = divmod(line, self.slots_per_page)
+        slab = self.slabs[page]
         left = slab.references[slot] - 1
         if left < 0:
             raise CorruptionError("I5", f"a slot without reference was released: line {line}")
@@ -235,12 +243,13 @@ class SlotPool:
             self._free_slot(slab, slot)
 
     def _free_slot(self, slab: Slab, slot: int) -> None:
+        full = not slab.free
         slab.free |= 1 << slot
         slab.used -= 1
         if slab.used == 0:
             del self.slabs[slab.page]
             self.pool.retire_slab(slab.page)
-        else:
+        elif full:  # one with free slots is remembered already
             self._push(self._open_held if slab.held else self._open_idle, slab.page)
 
     def _push(self, heap: list[int], page: int) -> None:

@@ -192,7 +192,9 @@ class Storage:
         else:
             self.lose(owner)
         if not pool.is_free(page):
-            raise CorruptionError("I3", f"page {page} of pool {pool.name!r} was reclaimed while something uses it")
+            raise CorruptionError(
+                "I3", f"page {page} of pool {pool.name!r} was reclaimed while something uses it"
+            )
 
     def _remember(self, state: AttentionBlock | Checkpoint) -> Lost:
         stamps: dict[StateKind, list[tuple[int, ...]]] = {}
@@ -217,7 +219,9 @@ class Storage:
     def revive(self, lost: Lost) -> None:
         """Make the units of an intact lost state cached again, first to be reclaimed."""
         for kind, units in lost.state:
-            self.by_kind[kind].revive(units.ravel().tolist(), lost.state, lost.stamps[kind], KINDS.index(kind))
+            self.by_kind[kind].revive(
+                units.ravel().tolist(), lost.state, lost.stamps[kind], KINDS.index(kind)
+            )
 
     def _shape(self, parts: Iterable[Part], groups: int) -> Shape:
         return tuple(Line(p.kind, self._store(p), groups, p.members) for p in parts)

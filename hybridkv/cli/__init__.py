@@ -9,7 +9,7 @@ from importlib import import_module
 
 from hybridkv.errors import HybridKVError
 
-COMMANDS = ("demo", "plan", "replay", "depth")
+COMMANDS = ("demo", "plan", "replay", "depth", "kernels")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
     rows = replay.replay(args, replay.load_organizations(args.organizations, geometry), workloads)
     replay.print_rows(rows, replay.title(args, geometry, workloads))
     best = max(rows, key=lambda row: float(row["throughput"]))
-    print(f"\nMost tokens a second here: {best['organization']}. Each request shares one of 8 contexts of 3,072 tokens.")
+    print(
+        f"\nMost tokens a second here: {best['organization']}. Each request shares one of 8 contexts of 3,072 tokens."
+    )
     print("Next: python -m hybridkv plan --model granite-4.0-h-micro --memory 24GiB")
     print("      python -m hybridkv replay TRACE --organizations s2,striped --headroom 0.19")
     if args.json:

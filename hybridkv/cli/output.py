@@ -16,7 +16,12 @@ from typing import Any
 
 from hybridkv.errors import UsageError
 
-UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+}
 
 
 def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -39,7 +44,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     bar = _bar() if sys.stderr.isatty() else None
     if bar is None:
         print(f"{label} ...", file=sys.stderr, flush=True)
-        yield lambda done, total: None
+        yield lambda *_: None
         return
     with bar:
         task = bar.add_task(label, total=None)

@@ -23,9 +23,15 @@ def add_parser(subparsers: Any) -> None:
         help="pool plans and capacities of a memory budget",
         description="Pool plans and capacities of a memory budget for every organization of a model.",
     )
-    parser.add_argument("--model", default="falcon-h1-7b", help="a preset, or a config.json (default: %(default)s)")
-    parser.add_argument("--memory", default="6GiB", help="for caches on one device, all layers (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=4096, help="tokens of a request (default: %(default)s)")
+    parser.add_argument(
+        "--model", default="falcon-h1-7b", help="a preset, or a config.json (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory", default="6GiB", help="for caches on one device, all layers (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=4096, help="tokens of a request (default: %(default)s)"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
     parser.add_argument("--organizations", default=",".join(BUILDERS), help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
@@ -49,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
             skipped.append(str(error))
     title = f"{geometry.name}: {human_bytes(memory)} for caches, requests of {args.context} tokens"
     print_table(title, HEADS, [_cells(row) for row in rows])
-    print("tokens, ckpts: if the pools held nothing else. requests: running at once, nothing shared, with the")
-    print("state they read and the state they write. unused: part of their pages that such requests leave empty.")
+    print(
+        "tokens, ckpts: if the pools held nothing else. requests: running at once, nothing shared, with the"
+    )
+    print(
+        "state they read and the state they write. unused: part of their pages that such requests leave empty."
+    )
     for line in skipped:
         print(line)
     if args.json:
@@ -73,7 +83,9 @@ def plan_row(o: Organization, memory: int, context: int) -> dict[str, Any]:
     mix = request_mix(o, context)
     payload = requests * context * g.kv_bytes_per_sequence_token
     payload += requests * mix.checkpoints * g.recurrent_bytes_per_sequence
-    taken = o.footprint(attention=mix.attention * requests, checkpoints=mix.checkpoints * requests, layers="all")
+    taken = o.footprint(
+        attention=mix.attention * requests, checkpoints=mix.checkpoints * requests, layers="all"
+    )
     return {
         "organization": o.name,
         "model": g.name,

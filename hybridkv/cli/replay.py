@@ -44,9 +44,13 @@ def add_parser(subparsers: Any) -> None:
         help="replay traffic through every memory organization",
         description="Replay a trace, or the built-in workload, through the real allocator and planner of each organization.",
     )
-    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="Mooncake JSONL, Azure or ServeGen CSV")
+    parser.add_argument(
+        "trace", nargs="?", type=Path, metavar="TRACE", help="Mooncake JSONL, Azure or ServeGen CSV"
+    )
     add_settings(parser)
-    parser.add_argument("--cache-only", action="store_true", help="reuse alone: no clock, one request at a time")
+    parser.add_argument(
+        "--cache-only", action="store_true", help="reuse alone: no clock, one request at a time"
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,16 +58,38 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     """Options that the demo shares."""
     add = parser.add_argument
     add("--model", default="falcon-h1-7b", help="a preset, or a config.json (default: %(default)s)")
-    add("--budget", default="b83", help="b83: 83 uniform units a layer, as in the paper; or 6GiB over all layers (default: %(default)s)")
+    add(
+        "--budget",
+        default="b83",
+        help="b83: 83 uniform units a layer, as in the paper; or 6GiB over all layers (default: %(default)s)",
+    )
     add("--organizations", default=",".join(BUILDERS), help="default: %(default)s")
     add("--rate", type=float, help="mean arrivals a second (default: 3 built-in, the trace's own otherwise)")
     add("--cap", type=int, default=63, help="sequences that run at once (default: %(default)s)")
-    add("--q", type=float, default=1.0, help="built-in: part of requests with a shared context (default: %(default)s)")
-    add("--headroom", default="0", help="part of the pages that admissions leave obtainable (default: %(default)s)")
-    add("--placement", default="every_block", help="every_block, end_only, end_junction, interval(N) (default: %(default)s)")
+    add(
+        "--q",
+        type=float,
+        default=1.0,
+        help="built-in: part of requests with a shared context (default: %(default)s)",
+    )
+    add(
+        "--headroom",
+        default="0",
+        help="part of the pages that admissions leave obtainable (default: %(default)s)",
+    )
+    add(
+        "--placement",
+        default="every_block",
+        help="every_block, end_only, end_junction, interval(N) (default: %(default)s)",
+    )
     add("--seeds", default="42000", help="built-in: 1,2 or 42000-42011 (default: %(default)s)")
     add("--requests", type=int, help="the first so many requests (default: 300 built-in, all of a trace)")
-    add("--max-tokens", type=int, default=8192, help="leave out longer requests of a trace (default: %(default)s)")
+    add(
+        "--max-tokens",
+        type=int,
+        default=8192,
+        help="leave out longer requests of a trace (default: %(default)s)",
+    )
     add("--isolate", action="store_true", help="a salt for each request: nothing is shared between requests")
     add("--json", type=Path, metavar="FILE", help="write a row per organization and seed as JSON")
     add("--plot", type=Path, metavar="DIR", help="write PNG plots and Perfetto timelines there")
@@ -96,7 +122,9 @@ def replay(
         pages = budget_pages(args.budget, o)
         for seed, arrivals in workloads.items():
             with progress(f"{o.name}, seed {seed}") as show:
-                done = simulate(o, pages, arrivals, policy=policy, config=config, isolate=args.isolate, progress=show)
+                done = simulate(
+                    o, pages, arrivals, policy=policy, config=config, isolate=args.isolate, progress=show
+                )
             rows.append(summarize(done, o.name, seed))
             if args.plot and seed == next(iter(workloads)):
                 draw(done, o.name, args)
@@ -167,7 +195,9 @@ def title(args: argparse.Namespace, geometry: ModelGeometry, workloads: dict[int
 def print_rows(rows: Sequence[Row], head: str) -> None:
     """Means over seeds, one line an organization."""
     print_table(head, HEADS, [_cells(row) for row in mean_rows(rows)])
-    print("TTFT, E2E: seconds, p50/p99. depth: tokens cached at first admission. avoid, prefill: 1,000 tokens.")
+    print(
+        "TTFT, E2E: seconds, p50/p99. depth: tokens cached at first admission. avoid, prefill: 1,000 tokens."
+    )
     print("preempt, reclaim: times. peak: pages held at once.")
 
 
@@ -179,11 +209,22 @@ def _cells(row: Row) -> list[str]:
     thousands = (f"{float(row[c]) / 1000:.0f}" for c in ("avoided_tokens", "prefill_tokens"))
     counts = (f"{float(row[c]):.0f}" for c in ("preemptions", "reclaims", "peak_pages"))
     depth = f"{float(row['joint_mean']):.0f}"
-    return [str(row["organization"]), f"{float(row['throughput']):.1f}", pair("ttft"), pair("e2e"), depth, *thousands, *counts]
+    return [
+        str(row["organization"]),
+        f"{float(row['throughput']):.1f}",
+        pair("ttft"),
+        pair("e2e"),
+        depth,
+        *thousands,
+        *counts,
+    ]
 
 
 def _cache_only(
-    args: argparse.Namespace, geometry: ModelGeometry, organizations: Sequence[Organization], arrivals: list[Arrival]
+    args: argparse.Namespace,
+    geometry: ModelGeometry,
+    organizations: Sequence[Organization],
+    arrivals: list[Arrival],
 ) -> int:
     """The block-hit curve, joint reuse by placement in a boundless cache, and joint reuse within the budget."""
     rows: list[dict[str, Any]] = []
@@ -192,24 +233,57 @@ def _cache_only(
             curve = block_curve(geometry, arrivals, CURVE_TOKENS)
         rows += [{"table": "curve", "cache_tokens": size, "block_hit": hit} for size, hit in curve.items()]
         heads = ["LRU cache of", *(f"{size / 1e6:g}M tokens" for size in curve)]
-        print_table("Block hits of a plain prefix cache", heads, [["hit", *(f"{100 * h:.1f} %" for h in curve.values())]])
+        print_table(
+            "Block hits of a plain prefix cache",
+            heads,
+            [["hit", *(f"{100 * h:.1f} %" for h in curve.values())]],
+        )
     lines: list[list[str]] = []
     for o, placement in _unbounded_cases(geometry):
         with progress(f"boundless cache, {placement}, grid {o.grid_tokens}") as show:
             found = reuse(o, arrivals, placement=placement, progress=show)
         row = {"table": "placement", "placement": placement, "grid_tokens": o.grid_tokens}
-        rows.append(row | {"attention_hit": found.attention_hit, "joint_share": found.joint_share, "checkpoints": found.checkpoints})
-        lines.append([f"{placement}, grid {o.grid_tokens}", f"{100 * found.attention_hit:.2f} %", f"{100 * found.joint_share:.1f} %", str(found.checkpoints)])
-    print_table("Joint reuse in a boundless cache", ["placement", "attention hit", "joint share", "checkpoints"], lines)
+        rows.append(
+            row
+            | {
+                "attention_hit": found.attention_hit,
+                "joint_share": found.joint_share,
+                "checkpoints": found.checkpoints,
+            }
+        )
+        lines.append(
+            [
+                f"{placement}, grid {o.grid_tokens}",
+                f"{100 * found.attention_hit:.2f} %",
+                f"{100 * found.joint_share:.1f} %",
+                str(found.checkpoints),
+            ]
+        )
+    print_table(
+        "Joint reuse in a boundless cache",
+        ["placement", "attention hit", "joint share", "checkpoints"],
+        lines,
+    )
     lines = []
     for o in organizations:
         with progress(f"{o.name} within {args.budget}") as show:
             pages = budget_pages(args.budget, o)
             found = reuse(o, arrivals, pages=pages, placement=args.placement, progress=show)
-        rows.append({"table": "budget", "organization": o.name, "placement": args.placement, "joint_hit": found.joint_hit})
+        rows.append(
+            {
+                "table": "budget",
+                "organization": o.name,
+                "placement": args.placement,
+                "joint_hit": found.joint_hit,
+            }
+        )
         size = sum(o.pool(name).page_bytes * count for name, count in pages.items())
         lines.append([o.name, human_bytes(size), f"{100 * found.joint_hit:.1f} %"])
-    print_table(f"Joint token hit within the budget, {args.placement}", ["organization", "per layer", "joint hit"], lines)
+    print_table(
+        f"Joint token hit within the budget, {args.placement}",
+        ["organization", "per layer", "joint hit"],
+        lines,
+    )
     if args.json:
         write_json(args.json, rows)
     return 0
@@ -218,7 +292,11 @@ def _cache_only(
 def _unbounded_cases(geometry: ModelGeometry) -> list[tuple[Organization, str]]:
     """Placements on the paper's grid, and D0's coarser grid."""
     fine = Organization.named("s2", geometry)
-    cases = [(fine, placement) for placement in CURVE_PLACEMENTS] if geometry.recurrent else [(fine, "every_block")]
+    cases = (
+        [(fine, placement) for placement in CURVE_PLACEMENTS]
+        if geometry.recurrent
+        else [(fine, "every_block")]
+    )
     if geometry.recurrent and geometry.attention:
         cases.append((Organization.named("d0", geometry), "every_block"))
     return cases

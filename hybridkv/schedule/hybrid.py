@@ -90,7 +90,9 @@ class HybridPlanner:
         self._goal = np.zeros(rows, np.int64)  # positions to compute: all tokens but the last sampled one
         self._prompt_end = np.zeros(rows, np.int64)
         self._handles: NDArray[np.int64] | None = EMPTY
-        self._blocked: tuple[int, int, Refused] | None = None  # who was refused last, and what had been given back
+        self._blocked: tuple[int, int, Refused] | None = (
+            None  # who was refused last, and what had been given back
+        )
 
     def submit(
         self,
@@ -282,10 +284,17 @@ class HybridPlanner:
             return StepPlan(EMPTY, EMPTY, EMPTY, NO_ROWS, NO_ROWS, {}, admitted, preempted, blocked)
         if len(parts) == 1:
             only = parts[0]
-            handles, start, stop, in_place, plans = only.handles, only.start, only.stop, only.in_place, only.plans
+            handles, start, stop, in_place, plans = (
+                only.handles,
+                only.start,
+                only.stop,
+                only.in_place,
+                only.plans,
+            )
         else:
             handles, start, stop, in_place = (
-                np.concatenate([getattr(p, name) for p in parts]) for name in ("handles", "start", "stop", "in_place")
+                np.concatenate([getattr(p, name) for p in parts])
+                for name in ("handles", "start", "stop", "in_place")
             )
             plans: dict[int, Plan] = {}
             base = 0

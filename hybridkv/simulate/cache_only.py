@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridkv.alloc.cache import CachePolicy, HybridCache
-from hybridkv.alloc.plan import Admitted
 from hybridkv.alloc.organization import Organization, Placement, Pool, StateKind
+from hybridkv.alloc.plan import Admitted
 from hybridkv.errors import UsageError
 from hybridkv.geometry import AttentionSpec, ModelGeometry
 from hybridkv.simulate.workload import TRACE_BLOCK_TOKENS, Arrival
@@ -100,7 +100,9 @@ def attention_only(geometry: ModelGeometry, block_tokens: int = TRACE_BLOCK_TOKE
     )
 
 
-def block_curve(geometry: ModelGeometry, arrivals: Sequence[Arrival], tokens: Sequence[float]) -> dict[float, float]:
+def block_curve(
+    geometry: ModelGeometry, arrivals: Sequence[Arrival], tokens: Sequence[float]
+) -> dict[float, float]:
     """LRU block hit ratio of a prefix cache of so many tokens (Mooncake's curve)."""
     if not any(a.hash_ids for a in arrivals):
         raise UsageError("arrivals must carry hash ids for a block-hit curve, got lengths only")
@@ -125,4 +127,3 @@ def _unbounded(organization: Organization, arrivals: Sequence[Arrival]) -> dict[
     states = sum(a.input_tokens // organization.grid_tokens + 1 for a in arrivals)
     used = organization.used_pages(attention=blocks, checkpoints=states, layers="all")
     return {name: count + 1 for name, count in used.items()}
-

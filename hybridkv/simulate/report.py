@@ -13,19 +13,27 @@ from hybridkv.errors import UsageError
 from hybridkv.simulate.chrome import ChromeTrace
 from hybridkv.simulate.engine import Run
 
-KIND_COLOURS = {"attention": "#4477aa", "ssm": "#ee6677", "conv": "#ccbb44", "live": "#aa3377", "window": "#66ccee"}
+KIND_COLOURS = {
+    "attention": "#4477aa",
+    "ssm": "#ee6677",
+    "conv": "#ccbb44",
+    "live": "#aa3377",
+    "window": "#66ccee",
+}
 FREE = "#dddddd"
 
 
 def _pyplot() -> Any:
     try:
-        import matplotlib
+        import matplotlib as mpl
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
     except ImportError:
-        raise UsageError("plots need matplotlib, which is not installed; pip install 'hybridkv[plot]'") from None
-    return pyplot
+        raise UsageError(
+            "plots need matplotlib, which is not installed; pip install 'hybridkv[plot]'"
+        ) from None
+    return plt
 
 
 def plot_run(run: Run, title: str, path: Path) -> None:
@@ -33,7 +41,9 @@ def plot_run(run: Run, title: str, path: Path) -> None:
     pyplot = _pyplot()
     times = [s.time_s for s in run.samples]
     pools = list(run.samples[0].stats.pools)
-    figure, axes = pyplot.subplots(len(pools) + 2, 1, figsize=(9, 2.2 * (len(pools) + 2)), sharex=True, layout="constrained")
+    figure, axes = pyplot.subplots(
+        len(pools) + 2, 1, figsize=(9, 2.2 * (len(pools) + 2)), sharex=True, layout="constrained"
+    )
     for axis, pool in zip(axes, pools, strict=False):
         series: dict[str, list[float]] = {}
         for kind in KIND_COLOURS:
@@ -60,7 +70,11 @@ def plot_comparison(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -
     """Throughput, p99 time to first token and mean depth per organization, a bar each; points are seeds."""
     pyplot = _pyplot()
     names = list(dict.fromkeys(str(row["organization"]) for row in rows))
-    panels = (("throughput", "output tokens/s"), ("ttft_p99", "TTFT p99, s"), ("joint_mean", "hit depth, tokens"))
+    panels = (
+        ("throughput", "output tokens/s"),
+        ("ttft_p99", "TTFT p99, s"),
+        ("joint_mean", "hit depth, tokens"),
+    )
     figure, axes = pyplot.subplots(1, len(panels), figsize=(10, 3.2), layout="constrained")
     for axis, (column, label) in zip(axes, panels, strict=True):
         for i, name in enumerate(names):
@@ -84,14 +98,25 @@ def write_timeline(run: Run, name: str, path: Path) -> None:
         if lane == len(lanes):
             lanes.append(0.0)
         lanes[lane] = trip.finished_s
-        about = {"request": i, "input": trip.input_tokens, "output": trip.output_tokens, "cached": trip.cached_tokens}
+        about = {
+            "request": i,
+            "input": trip.input_tokens,
+            "output": trip.output_tokens,
+            "cached": trip.cached_tokens,
+        }
         track = f"{name}/lane {lane:03d}"
         trace.span("prefill", track, trip.admitted_s, trip.first_token_s - trip.admitted_s, about)
         decode = trip.finished_s - trip.first_token_s
         trace.span("decode", track, trip.first_token_s, decode, about | {"preemptions": trip.preemptions})
     for step in run.steps:
         about = {"decode rows": step.decode_rows, "prefill tokens": step.prefill_tokens}
-        kind = "mixed" if step.decode_rows and step.prefill_tokens else "decode" if step.decode_rows else "prefill"
+        kind = (
+            "mixed"
+            if step.decode_rows and step.prefill_tokens
+            else "decode"
+            if step.decode_rows
+            else "prefill"
+        )
         trace.span(kind, f"{name}/steps", step.start_s, step.duration_s, about)
     for sample in run.samples:
         trace.counter("requests", sample.time_s, {"running": sample.running, "waiting": sample.waiting})

@@ -70,8 +70,12 @@ def _mean(name: str, group: Sequence[Mapping[str, float | int | str]]) -> Row:
     return made
 
 
-def paired_change(rows: Iterable[Row], numerator: str, denominator: str, column: str = "throughput") -> list[float]:
+def paired_change(
+    rows: Iterable[Row], numerator: str, denominator: str, column: str = "throughput"
+) -> list[float]:
     """Relative change within each seed that both organizations ran, in percent (section 6 of the reference)."""
     by_key = {(row["organization"], row["seed"]): float(row[column]) for row in rows}
-    seeds = sorted({seed for name, seed in by_key if name == numerator} & {s for n, s in by_key if n == denominator})
+    seeds = sorted(
+        {seed for name, seed in by_key if name == numerator} & {s for n, s in by_key if n == denominator}
+    )
     return [100 * (by_key[numerator, s] / by_key[denominator, s] - 1) for s in seeds]

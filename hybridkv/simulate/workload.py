@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,9 +130,11 @@ def read_trace(path: str | Path, *, limit: int | None = None, max_tokens: int | 
             break
     if not found:
         raise UsageError(f"trace must hold at least one request, got none in {str(path)!r}")
-    for earlier, later in zip(found, found[1:], strict=False):
+    for earlier, later in pairwise(found):
         if later.arrival_s < earlier.arrival_s:
-            raise UsageError(f"arrivals must be sorted, got {later.arrival_s} behind {earlier.arrival_s} in {path.name}")
+            raise UsageError(
+                f"arrivals must be sorted, got {later.arrival_s} behind {earlier.arrival_s} in {path.name}"
+            )
     return found
 
 
@@ -147,11 +150,16 @@ def _read_mooncake(path: Path) -> Iterator[Arrival]:
             if not isinstance(row, dict):
                 raise UsageError(f"{where} must be a JSON object, got {line[:60]!r}")
             time_ms, inputs, outputs = (
-                _whole(row, name, where, low) for name, low in (("timestamp", 0), ("input_length", 1), ("output_length", 1))
+                _whole(row, name, where, low)
+                for name, low in (("timestamp", 0), ("input_length", 1), ("output_length", 1))
             )
             ids = row.get("hash_ids")
             blocks = -(-inputs // TRACE_BLOCK_TOKENS)
-            if not isinstance(ids, list) or len(ids) != blocks or not all(type(i) is int and i >= 0 for i in ids):
+            if (
+                not isinstance(ids, list)
+                or len(ids) != blocks
+                or not all(type(i) is int and i >= 0 for i in ids)
+            ):
                 raise UsageError(
                     f"hash_ids of {where} must be {blocks} integers of at least 0, one per {TRACE_BLOCK_TOKENS} tokens, "
                     f"got {str(ids)[:60]}"
@@ -179,7 +187,9 @@ class _Columns(NamedTuple):
 
 
 def _wall_time(text: str) -> float:
-    return datetime.fromisoformat(text[:26]).timestamp()  # 7 decimals of a second in Azure's files, 6 in Python's
+    return datetime.fromisoformat(
+        text[:26]
+    ).timestamp()  # 7 decimals of a second in Azure's files, 6 in Python's
 
 
 FORMS: tuple[_Columns, ...] = (
@@ -195,7 +205,9 @@ def _read_csv(path: Path) -> Iterator[Arrival]:
         columns = next((f for f in FORMS if f.time in (rows.fieldnames or ())), None)
         if columns is None:
             known = " or ".join(f"{f.time}, {f.inputs}, {f.outputs}" for f in FORMS)
-            raise UsageError(f"columns of {path.name} must be {known}, got {', '.join(rows.fieldnames or ())[:80]}")
+            raise UsageError(
+                f"columns of {path.name} must be {known}, got {', '.join(rows.fieldnames or ())[:80]}"
+            )
         start: float | None = None
         first = 0
         for number, row in enumerate(rows, 2):
@@ -203,7 +215,9 @@ def _read_csv(path: Path) -> Iterator[Arrival]:
             try:
                 time = columns.seconds(row[columns.time])
             except (ValueError, TypeError):
-                raise UsageError(f"{columns.time} of {where} must be a time, got {row[columns.time]!r}") from None
+                raise UsageError(
+                    f"{columns.time} of {where} must be a time, got {row[columns.time]!r}"
+                ) from None
             inputs, outputs = (_count(row, name, where) for name in (columns.inputs, columns.outputs))
             start = time if start is None else start
             yield Arrival(number - 2, time - start, ((first, inputs),), outputs)

@@ -12,13 +12,14 @@ import hypothesis.strategies as st
 from hypothesis import event
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridkv.testing._world import Live, World
+from hybridkv.testing._world import World
 from hybridkv.testing.strategies import prompts, small, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hybridkv.testing._adapter import AllocatorAdapter
+    from hybridkv.testing._bench import Live
     from hybridkv.testing._rules import Operation
 
 KINDS = (

@@ -71,8 +71,11 @@ def resolve_placement(choice: str | Placement) -> Placement:
         return choice
     if choice in PLACEMENTS:
         return PLACEMENTS[choice]
-    if choice.startswith("interval(") and choice.endswith(")") and choice[9:-1].isdecimal() and int(choice[9:-1]):
+    if (
+        choice.startswith("interval(")
+        and choice.endswith(")")
+        and choice[9:-1].isdecimal()
+        and int(choice[9:-1])
+    ):
         return Placement(interval_tokens=int(choice[9:-1]), end=True)
     raise UsageError(f"placement must be one of {', '.join(PLACEMENTS)}, interval(N), got {choice!r}")
-
-

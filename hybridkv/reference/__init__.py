@@ -1,0 +1,1 @@
+"""Pure PyTorch twins of the kernels: the oracle, and what runs on a CPU."""

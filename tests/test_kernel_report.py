@@ -1,0 +1,135 @@
+"""The kernel report: what it reads is true, the budgets hold, and each check can fail. Compiles; needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridkv.cli import kernels as command
+from hybridkv.errors import UnsupportedError, UsageError
+from hybridkv.testing import aot
+
+ROOT = Path(__file__).parent.parent
+FIELDS = "kernel geometry target registers spills shared_bytes wide_access_share bytes_per_token floor_bytes hazard"
+
+
+def compile_apart(*arguments):
+    """Run Python where TRITON_INTERPRET is not set: the kernels' decorator looks at it."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=clean, capture_output=True, text=True, check=False
+    )
+
+
+def report(path, *arguments):
+    done = compile_apart("-m", "hybridkv.cli.kernels", "--json", str(path), *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [aot.Row(**row) for row in json.loads(path.read_text())], done
+
+
+@pytest.fixture(scope="session")
+def probe():
+    done = compile_apart("tests/kernel_probe.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout)
+    assembler = tuple(rows.pop("assembler"))
+    return assembler, {name: aot.Row(**row) for name, row in rows.items()}
+
+
+def test_the_hopper_hazard_is_found_where_it_is(probe):
+    assembler, rows = probe
+    assert rows["wgmma"].hazard == ("safe" if assembler >= (13, 3) else "present")
+    assert rows["one stage"].hazard == rows["mma.sync"].hazard == "none"
+    assert rows["wgmma"].reductions.startswith("wgmma")
+    assert rows["mma.sync"].reductions.startswith("mma2")
+
+
+def test_spills_and_narrow_accesses_are_found(probe):
+    _, rows = probe
+    assert rows["hoard"].spills > 100
+    assert rows["sum with 4 warps"].spills == 0
+    assert rows["sum with 4 warps"].wide_access_share > 0.8
+    assert rows["unaligned"].wide_access_share == 0  # the promise of divisibility is what makes accesses wide
+
+
+def test_the_reduction_class_follows_the_summed_axis_alone(probe):
+    _, rows = probe
+    assert rows["sum in other rows"].reductions == rows["sum with 4 warps"].reductions
+    assert rows["unaligned"].reductions != rows["sum with 4 warps"].reductions
+
+
+def test_the_command_prints_and_writes_rows(tmp_path):
+    rows, done = report(tmp_path / "rows.json", "--targets", "sm_90", "--only", "[512] falcon")
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[:10] == FIELDS.split()
+    assert len(lines) == len(rows) >= 3
+    assert f"[1/{len(rows)}]" in done.stderr
+    decode = next(r for r in rows if r.kernel == "decode_segment[512]")
+    prefill = next(r for r in rows if r.kernel == "prefill_attention[512]")
+    assert decode.reductions == prefill.reductions  # one summation order: equal bits by construction
+    assert decode.wide_access_share > 0.95
+    assert decode.floor_bytes == 2048 * 1024 + 12 * 128 * 2  # 1 KiB a token, and the query
+    assert all(r.spills == 0 and r.hazard == "none" for r in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", command.DEFAULT_TARGETS.split(","))
+def test_every_kernel_keeps_its_budget(target, tmp_path):
+    rows, _ = report(tmp_path / "rows.json", "--targets", target)
+    print(command.table(rows))
+    classes = {}
+    for r in rows:
+        if r.kernel.startswith(("decode_segment", "prefill_attention")):
+            classes.setdefault((r.geometry, "fp32" in r.kernel), set()).add(r.reductions)
+    assert {len(c) for c in classes.values()} == {1}, classes  # decode, prefill, blocks of 16 and of 512
+
+
+ROW = aot.Row("k", "m", "gfx942", 100, 0, 1024, 0.97, 10.0, 10.0, "none", "")
+BUDGET = {"k m gfx942": {"registers": 100, "shared_bytes": 1024, "wide_access_share": 0.97}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"registers": 101}, "k m gfx942: registers must be at most 100, got 101"),
+        ({"spills": 1}, "spills must be at most 0, got 1"),
+        ({"shared_bytes": 2048}, "shared_bytes must be at most 1024, got 2048"),
+        ({"wide_access_share": 0.96}, "wide_access_share must be at least 0.97, got 0.96"),
+        ({"hazard": "present"}, "hazard must be none, got present"),
+        ({"kernel": "new"}, "new m gfx942: no budget"),
+    ],
+)
+def test_budgets_speak(change, message):
+    assert aot.violations([ROW], BUDGET) == []
+    assert message in "\n".join(aot.violations([ROW._replace(**change)], BUDGET))
+
+
+def test_a_kernel_without_a_budget_must_still_fit_the_target():
+    found = aot.violations([ROW._replace(shared_bytes=65 << 10)], {})
+    assert "k m gfx942: shared_bytes must be at most 65536, got 66560" in found
+
+
+def test_widened_budgets_keep_all_rows_and_never_shrink():
+    worse = ROW._replace(registers=120, wide_access_share=0.9)
+    budgets = aot.widened(BUDGET, [worse])
+    assert aot.violations([ROW, worse], budgets) == []
+    assert aot.widened(budgets, [ROW]) == budgets
+
+
+def test_every_checked_in_budget_names_a_declared_kernel():
+    budgets = json.loads(command.BUDGETS.read_text())
+    declared = {
+        f"{c.name} {c.geometry} {t}" for t in command.DEFAULT_TARGETS.split(",") for c in aot.cases(t)
+    }
+    assert set(budgets) == declared
+
+
+def test_refusals():
+    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET must be unset"):
+        aot.compile_case(next(iter(aot.cases("sm_90"))), "sm_90")
+    done = compile_apart("-m", "hybridkv.cli.kernels", "--targets", "sm_12")
+    assert UsageError.__name__ in done.stderr
+    assert "targets must be among sm_80" in done.stderr

@@ -1,0 +1,324 @@
+"""One-token state updates (Mamba-2 and gated delta rule): fp64, the twin under the guard, equal bits, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv import ops
+from hybridkv.errors import UnsupportedError, UsageError
+from hybridkv.testing.guard import HazardError, guard
+from hybridkv.triton import delta as delta_kernels
+from hybridkv.triton import ssu as ssu_kernels
+from tests.recurrent import (
+    BF16,
+    FP32,
+    ORGANIZATIONS,
+    Delta,
+    Placed,
+    Ssd,
+    Storage,
+    budget,
+    check_registered,
+    i32,
+    relative,
+    same,
+)
+
+IMPLS = ["reference", "triton"]
+ROOT = Path(__file__).parent.parent
+FAMILIES = {"ssu": Ssd(heads=5, groups=1, state_dim=32), "delta": Delta()}
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def update(
+    name: str, s: Storage, src: list[Placed], dst: list[Placed], inputs: dict, out: Tensor, **kwargs: object
+) -> None:
+    family = FAMILIES[name]
+    members = (i32([p.members for p in src]), i32([p.members for p in dst]))
+    shape = {"granule": s.granule(s.dtype), "heads_per_member": s.heads_per_member}
+    extra = {} if name == "ssu" else {"scale": family.key_dim**-0.5}
+    op = ops.state_update if name == "ssu" else ops.delta_update
+    op(s.pool, *members, **inputs, **family.constants(), out=out, **shape, **extra, **kwargs)
+
+
+def exact(name: str, states: Tensor, inputs: dict) -> tuple[Tensor, Tensor]:
+    """The recurrence in fp64."""
+    f, c = FAMILIES[name], {k: v.double() for k, v in FAMILIES[name].constants().items()}
+    t = {k: v.double() for k, v in inputs.items()}
+    if name == "ssu":
+        S = states.double().view(-1, f.heads, f.head_dim, f.state_dim)
+        dt = torch.nn.functional.softplus(t["dt"] + c["bias"])
+        B, C = (t[k].repeat_interleave(f.heads // f.groups, 1) for k in "BC")
+        S = S * torch.exp(c["A"] * dt)[..., None, None] + (dt[..., None] * t["x"])[..., None] * B[:, :, None]
+        return (S @ C[..., None])[..., 0] + c["D"][:, None] * t["x"], S
+    S = states.double().view(-1, f.heads, f.key_dim, f.value_dim)
+    q, k = (t[n].repeat_interleave(f.heads // f.key_heads, 1) for n in "qk")
+    S = S * torch.exp(c["A"] * torch.nn.functional.softplus(t["a"] + c["bias"]))[..., None, None]
+    v = torch.sigmoid(t["b"])[..., None] * (t["v"] - torch.einsum("bhkv,bhk->bhv", S, k))
+    S = S + k[..., None] * v[:, :, None]
+    return torch.einsum("bhkv,bhk->bhv", S, q) * f.key_dim**-0.5, S
+
+
+@pytest.mark.parametrize("state", [BF16, FP32])
+@pytest.mark.parametrize("organization", ORGANIZATIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_update_equals_its_twin_and_fp64(name, organization, state):
+    f = FAMILIES[name]
+    s = Storage(organization, f.heads, f.head_elements, 24, state)
+    src = [s.take(), s.take(), s.take(), s.nothing()]
+    dst = [src[0], s.take(), s.nothing(), s.take()]
+    before = torch.zeros(4, f.heads * f.head_elements, dtype=state)
+    for b, placed in enumerate(src[:3]):
+        before[b] = torch.randn(f.heads * f.head_elements).to(state)
+        s.put(placed, before[b])
+    inputs, raw = f.tokens(4, 1), s.raw.clone()
+    y, S = exact(name, before, inputs)
+    live, bits = [0, 1, 3], []
+    for impl in IMPLS:
+        s.raw.copy_(raw)
+        out = f.output(4).to(BF16)
+        with guard(order="shuffle"):
+            update(name, s, src, dst, inputs, out, impl=impl)
+        assert relative(out[live], y[live]) <= budget(y[live], BF16)
+        assert out[2].isnan().all()
+        got = torch.stack([s.state(dst[b]) for b in live]).view(S[live].shape)
+        assert relative(got, S[live]) <= (budget(S[live], BF16) if state == BF16 else 1e-6)
+        assert same(s.state(src[1]), before[1])
+        for b in live:  # what is left must be as it was: poison, sources
+            s.put(dst[b], torch.zeros_like(before[0]))
+        bits.append(s.raw.clone())
+    assert same(*bits)
+    for b in live:
+        s.put(dst[b], torch.full_like(before[0], float("nan")))
+    for b in (1, 2):
+        s.put(src[b], torch.full_like(before[0], float("nan")))
+    assert s.pool.isnan().all()
+
+
+cases = st.fixed_dictionaries(
+    {
+        "organization": st.sampled_from(ORGANIZATIONS),
+        "state": st.sampled_from([BF16, FP32]),
+        "rows": st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),
+        "steps": st.integers(1, 3),
+        "spare": st.integers(0, 2),
+        "absent": st.booleans(),
+        "seed": st.integers(0, 2**16),
+        "order": st.sampled_from(["forward", "reverse", "shuffle"]),
+    }
+)
+
+
+def run_steps(name: str, impl: str, c: dict, *, plainly: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and states of the drawn rows after some steps: together as drawn, or each alone in three pages."""
+    f = FAMILIES[name]
+    inputs, g = f.tokens(6 * c["steps"], 3), torch.Generator().manual_seed(4)
+    states = torch.randn(6, f.heads * f.head_elements, generator=g).to(c["state"])
+    outs, finals = [], []
+    for group in [[r] for r in c["rows"]] if plainly else [c["rows"]]:
+        where = "members" if plainly else c["organization"]
+        s = Storage(where, f.heads, f.head_elements, 24, c["state"], units=64, seed=c["seed"])
+        now = [s.nothing() if c["absent"] and r == c["rows"][0] else s.take() for r in group]
+        for placed, r in zip(now, group, strict=True):
+            if placed.members[0] >= 0:
+                s.put(placed, states[r])
+        for step in range(c["steps"]):
+            keep = [p.members[0] >= 0 and not plainly and s.rng.random() < 0.5 for p in now]
+            then = [p if k else s.take() for p, k in zip(now, keep, strict=True)]
+            spare = 0 if plainly else c["spare"]
+            at = [r * c["steps"] + step for r in group] + [0] * spare
+            out = f.output(len(at))
+            nothing = [s.nothing()] * spare
+            taken = {k: v[at].contiguous() for k, v in inputs.items()}
+            with guard(order=c["order"], hazards=False):
+                update(name, s, now + nothing, then + nothing, taken, out, impl=impl)
+            assert out[len(group) :].isnan().all()
+            outs.append(out[: len(group)])
+            now = then
+        finals += [s.state(p) for p in now]
+    if plainly:
+        outs = [torch.cat(outs[step :: c["steps"]]) for step in range(c["steps"])]
+    return outs, finals
+
+
+def check_steps(name: str, impl: str, c: dict) -> None:
+    drawn, plain = (run_steps(name, impl, c, plainly=plainly) for plainly in (False, True))
+    for a, b in zip(drawn, plain, strict=True):
+        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", FAMILIES)
+@given(c=cases)
+@settings(max_examples=20)
+def test_bits_depend_on_the_row_alone(name, impl, c):
+    check_steps(name, impl, c)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", FAMILIES)
+@given(c=cases)
+@settings(max_examples=250)
+def test_bits_depend_on_the_row_alone_many(name, impl, c):
+    check_steps(name, impl, c)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_state_that_another_row_reads_is_a_hazard(name):
+    """The twin of the property: aliasing, planted below the checks."""
+    f = FAMILIES[name]
+    s = Storage("members", f.heads, f.head_elements, 24)
+    a, b, c = s.take(), s.take(), s.take()
+    for placed in (a, b):
+        s.put(placed, torch.zeros(f.heads * f.head_elements))
+    module = ssu_kernels if name == "ssu" else delta_kernels
+    launcher = getattr(module, "state_update" if name == "ssu" else "delta_update")
+    extra = {} if name == "ssu" else {"scale": 1.0}
+    with guard(), pytest.raises(HazardError):
+        launcher(
+            s.pool, i32([a.members, b.members]), i32([b.members, c.members]), **f.tokens(2, 0), **f.constants(),
+            out=f.output(2), granule=8, heads_per_member=s.heads_per_member, **extra,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_state_rounded_elsewhere_changes_bits(name):
+    """The twin of the rounding: two steps in fp32, rounded once, are not two steps rounded twice."""
+    base = {
+        "organization": "members",
+        "rows": [0],
+        "steps": 2,
+        "spare": 0,
+        "absent": True,
+        "seed": 0,
+        "order": "forward",
+    }
+    (_, [wide]), (_, [narrow]) = (
+        run_steps(name, "triton", base | {"state": t}, plainly=True) for t in (FP32, BF16)
+    )
+    assert not same(wide.to(BF16), narrow)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_entries_beyond_2_31_elements(name):
+    f = FAMILIES[name]
+    size, entry = f.heads * f.head_elements, 2**31 // 8 + 5
+    big, small = torch.empty(2**31 + 2**16, dtype=BF16), torch.zeros(4 * size, dtype=BF16)
+    state = torch.randn(size).to(BF16)
+    big[entry * 8 : entry * 8 + size] = small[:size] = state
+    inputs, outs, states = f.tokens(1, 0), [], []
+    step = -(-size // 8)
+    for pool, src, dst in ((big, entry, entry + step), (small, 0, step)):
+        outs.append(f.output(1))
+        extra = {} if name == "ssu" else {"scale": 1.0}
+        op = ops.state_update if name == "ssu" else ops.delta_update
+        op(pool, i32([[src]]), i32([[dst]]), **inputs, **f.constants(), out=outs[-1], granule=8,
+           heads_per_member=f.heads, impl="triton", **extra)  # fmt: skip
+        states.append(pool[dst * 8 : dst * 8 + size].clone())
+    assert same(*outs)
+    assert same(*states)
+
+
+# ------------------------------------------------------------------------------------------- compiled code
+def test_paging_costs_nothing_in_the_machine_code():
+    """As many memory instructions as on dense slots everywhere; registers within one step of ptxas's allocation (8),
+    which moves either way, and no more in sum.
+    """
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.contiguous_probe", "sm_80", "sm_90", "gfx942"]
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pairs = json.loads(done.stdout)
+    assert len(pairs) == 12
+    for name, (paged, dense) in pairs.items():
+        assert paged["accesses"] <= dense["accesses"], name
+        assert paged["wide"] == dense["wide"] > 0, name
+        assert paged["registers"] <= dense["registers"] + 8, name
+    assert sum(p["registers"] for p, _ in pairs.values()) <= sum(d["registers"] for _, d in pairs.values())
+
+
+# ------------------------------------------------------------------------------------------- bad input
+def arguments(name: str) -> dict:
+    f = FAMILIES[name]
+    args = {
+        "pool": torch.zeros(2**15, dtype=BF16), "src_members": i32([[0, 600]]), "dst_members": i32([[1200, 1800]]),
+        **f.tokens(1, 0), **f.constants(), "out": f.output(1), "granule": 8, "heads_per_member": (f.heads + 1) // 2,
+    }  # fmt: skip
+    if name == "delta":
+        args["scale"] = 1.0
+    return args
+
+
+def call(name: str, **changes: object) -> None:
+    op = ops.state_update if name == "ssu" else ops.delta_update
+    op(**arguments(name) | changes)
+
+
+BAD = [
+    ("ssu", {"pool": torch.zeros(2**15, dtype=torch.float16)}, UsageError, "pool.dtype must be"),
+    ("ssu", {"pool": torch.zeros(8, 8, dtype=BF16)}, UsageError, r"pool.shape must be \[any\]"),
+    ("ssu", {"granule": 0}, UsageError, "granule must be a positive multiple of 16 bytes"),
+    ("ssu", {"heads_per_member": 2}, UsageError, r"src_members.shape\[1\] must be 3 for 5 heads, got 2"),
+    ("ssu", {"heads_per_member": 0}, UsageError, "heads_per_member must be positive, got 0"),
+    ("ssu", {"x": torch.zeros(1, 5, 24, dtype=BF16)}, UnsupportedError, r"x.shape\[2\] must be a power of two"),
+    ("ssu", {"x": torch.zeros(1, 5, 8, dtype=BF16)}, UnsupportedError, r"x.shape\[2\] must be a power of two"),
+    ("ssu", {"x": torch.zeros(1, 5, 32, dtype=BF16)[..., :16]}, UsageError, r"x.stride\(1\) must be 16, got 32"),
+    ("ssu", {"B": torch.zeros(1, 2, 32, dtype=BF16)}, UnsupportedError, r"B.shape\[1\] must be a divisor of 5 heads"),
+    ("ssu", {"B": torch.zeros(1, 1, 512, dtype=BF16)}, UnsupportedError, r"B.shape\[2\] must be a power of two"),
+    ("ssu", {"C": torch.zeros(1, 1, 16, dtype=BF16)}, UsageError, r"C.shape must be \[1, 1, 32\]"),
+    ("ssu", {"C": torch.zeros(1, 1, 32)}, UsageError, "C.dtype must be torch.bfloat16"),
+    ("ssu", {"dt": torch.zeros(1, 4, dtype=BF16)}, UsageError, r"dt.shape must be \[1, 5\]"),
+    ("ssu", {"A": torch.zeros(5, dtype=BF16)}, UsageError, "A.dtype must be torch.float32"),
+    ("ssu", {"D": torch.zeros(5, device="meta")}, UsageError, "D.device must be cpu, got meta"),
+    ("ssu", {"out": torch.zeros(2, 5, 16)}, UsageError, "out.shape must be"),
+    ("ssu", {"dst_members": i32([[1200]])}, UsageError, r"dst_members.shape must be \[1, 2\]"),
+    ("ssu", {"dst_members": i32([[1200, 1800], [1, 2]])}, UsageError, "dst_members.shape"),
+    ("ssu", {"src_members": i32([[0, 5000]])}, UsageError, "src_members must be below 3905, got 5000"),
+    ("ssu", {"dst_members": i32([[1200, 5000]])}, UsageError, "dst_members must be below 3905, got 5000"),
+    ("ssu", {"dst_members": i32([[1200, 1201]])}, UsageError, "dst_members must be at least 192 entries apart"),
+    ("ssu", {"dst_members": i32([[600, 0]])}, UsageError, "dst_members must be disjoint from src_members"),
+    ("delta", {"q": torch.zeros(1, 1, 32)}, UsageError, "q.dtype must be torch.bfloat16"),
+    ("delta", {"k": torch.zeros(1, 1, 48, dtype=BF16)}, UsageError, "q.shape must be"),
+    ("delta", {"k": torch.zeros(1, 1, 48, dtype=BF16), "q": torch.zeros(1, 1, 48, dtype=BF16)}, UnsupportedError,
+     r"k.shape\[2\] must be a power of two from 16 to 256, got 48"),
+    ("delta", {"v": torch.zeros(1, 3, 8, dtype=BF16)}, UnsupportedError, r"v.shape\[2\] must be a power of two"),
+    ("delta", {"a": torch.zeros(1, 2, dtype=BF16)}, UsageError, r"a.shape must be \[1, 3\]"),
+    ("delta", {"b": torch.zeros(1, 3)}, UsageError, "b.dtype must be"),
+    ("delta", {"bias": torch.zeros(2)}, UsageError, r"bias.shape must be \[3\]"),
+    ("delta", {"out": torch.zeros(1, 3, 32)}, UsageError, "out.shape must be"),
+    ("delta", {"dst_members": i32([[600, 0]])}, UsageError, "dst_members must be disjoint from src_members"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "error", "message"), BAD, ids=[str(n) for n in range(len(BAD))])
+def test_bad_input_is_refused_before_a_launch(name, changes, error, message):
+    with pytest.raises(error, match=message):
+        call(name, **changes)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_good_and_empty_batches(name, impl):
+    call(name, impl=impl)
+    f = FAMILIES[name]
+    none = torch.zeros(0, 2, dtype=torch.int32)
+    call(name, **f.tokens(0, 0), src_members=none, dst_members=none, out=f.output(0), impl=impl)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore")  # opcheck's own deprecations
+def test_the_op_is_registered_as_it_is(name):
+    check_registered(ops.state_update if name == "ssu" else ops.delta_update, arguments(name))
