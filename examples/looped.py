@@ -18,7 +18,7 @@ import torch
 from hybridkv.geometry import LoopLayout
 from hybridkv.schedule.depth import DepthConfig, DepthPlanner, DepthRequest, KVPool
 from hybridkv.schedule.exits import ExitRouter, Hazard
-from hybridkv.testing.loops import LoopedEngine, LoopedPager, LoopedToy, huginn_toy, ouro_toy
+from hybridkv.testing.loops import FillMode, LoopedEngine, LoopedPager, LoopedToy, huginn_toy, ouro_toy
 
 if TYPE_CHECKING:
     from hybridkv.schedule.depth import Entry
@@ -52,7 +52,7 @@ def serve(
     mode: str = "refill",
     k: int = 1,
     layout: LoopLayout = LoopLayout.LAST_EXITED,
-    copies: bool = True,
+    fill: FillMode = "copy",
     pool: KVPool | None = None,
     router: ExitRouter | None = None,
 ) -> tuple[dict[str, list[int]], Counter[str], LoopedEngine]:
@@ -74,9 +74,7 @@ def serve(
         lookahead=router is not None,
     )
     planner = DepthPlanner(config, count)
-    pager = LoopedPager(
-        model.laid_out(layout), pool.blocks if pool else 64, BLOCK, model.width, copies=copies
-    )
+    pager = LoopedPager(model.laid_out(layout), pool.blocks if pool else 64, BLOCK, model.width, fill=fill)
     for name, prompt in prompts.items():
         recorded = None if depths is None else depths[name]
         planner.submit(DepthRequest(id=name, prompt=len(prompt), decode_tokens=TOKENS, depths=recorded))
@@ -96,12 +94,22 @@ def modes(model: LoopedToy, prompts: dict[str, list[int]], depths: dict[str, lis
 
 
 def layouts(model: LoopedToy, prompts: dict[str, list[int]], depths: dict[str, list[int]]) -> None:
-    """Last-exited KV by copies, and by reading each token at its depth."""
-    copied, _, engine = serve(model, prompts, depths, copies=True)
-    read, _, _ = serve(model, prompts, depths, copies=False)
-    print(
-        f"  last-exited by {engine.pager.copied} copies and by per-token depth: tokens {agree(read, copied)}"
-    )
+    """Last-exited KV by copies, by reading each token at its depth, and by pages that planes share; other layouts."""
+    copied, _, engine = serve(model, prompts, depths)
+    print(f"  last-exited by {engine.pager.copied} copies")
+    for fill, means in (("depth", "per-token depth"), ("alias", "pages that planes share")):
+        tokens, _, engine = serve(model, prompts, depths, fill=fill)
+        shared = f" ({engine.pager.aliased} blocks)" if engine.pager.aliased else ""
+        print(f"    by {means}{shared}: tokens {agree(tokens, copied)}")
+    for layout in (LoopLayout.SINGLE, LoopLayout.FIRST_THEN_SHARED):
+        expected, _, _ = serve(model, prompts, depths, mode="cb", layout=layout)
+        tokens, _, engine = serve(model, prompts, depths, layout=layout)
+        layers = engine.pager.loop.attention_layers
+        print(f"  {layout.value}: KV of {layers} layers, cb and refill: tokens {agree(tokens, expected)}")
+    full = {r: [model.shape.max_loops] * TOKENS for r in prompts}
+    expected, _, _ = serve(model, prompts, full, mode="cb", layout=LoopLayout.DEPTH_INDEXED)
+    tokens, _, _ = serve(model, prompts, full, layout=LoopLayout.DEPTH_INDEXED)
+    print(f"  depth_indexed, no early exits, cb and refill: tokens {agree(tokens, expected)}")
 
 
 def offload(model: LoopedToy, prompts: dict[str, list[int]], depths: dict[str, list[int]]) -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv.alloc.planes import PlaneTable
 from hybridkv.errors import UsageError
-from hybridkv.geometry import LoopLayout, LoopSpec
+from hybridkv.geometry import AttentionSpec, LoopLayout, LoopSpec, ModelGeometry
 from hybridkv.schedule.bounds import COSTS, flop_bound, prefill_corrected
 from hybridkv.schedule.buckets import bucket_of, bucket_sizes
 from hybridkv.schedule.depth import run_case
@@ -19,7 +20,6 @@ from hybridkv.schedule.exits import (
     Recorded,
     Threshold,
     effective_depth,
-    fill_targets,
     first_signal,
 )
 from hybridkv.schedule.latency import LATENCIES, StepCost, fit_step, solve_step
@@ -194,14 +194,16 @@ def test_a_router_gives_effective_depths(lookahead, readings, q, early):
 @pytest.mark.parametrize("row", ONE_LINE["fill_last_exited"], ids=str)
 def test_last_exited_fill(row):
     depth = row["exit_depth"]
-    cores = {
-        layout: LoopSpec(prelude=0, core=1, coda=0, max_loops=row["rmax"], layout=layout)
-        for layout in LoopLayout
-    }
-    last = cores.pop(LoopLayout.LAST_EXITED)
-    assert last.plane_of(depth) == row["source_plane"]
-    assert list(fill_targets(last, depth)) == row["target_planes"]
-    assert not any(fill_targets(core, depth) for core in cores.values())
+    for layout in LoopLayout:
+        loop = LoopSpec(prelude=0, core=1, coda=0, max_loops=row["rmax"], layout=layout)
+        attention = AttentionSpec(layers=1, kv_heads=1, key_dim=8, value_dim=8)
+        geometry = ModelGeometry(name="core", layers=1, attention=attention, recurrent=None, loop=loop)
+        fill = PlaneTable(geometry).fill(0, depth)
+        if layout is not LoopLayout.LAST_EXITED or not row["target_planes"]:
+            assert fill is None
+        else:
+            assert fill.source.tolist() == [row["source_plane"]]
+            assert fill.destinations.ravel().tolist() == row["target_planes"]
 
 
 def test_reserve_admission():

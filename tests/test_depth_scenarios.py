@@ -32,10 +32,10 @@ torch.set_num_threads(1)
 GOLDEN = load_golden("depth_batching")
 
 
-def toy_run(model, prompts, depths, *, layout, copies=True, blocks=32, **config):
+def toy_run(model, prompts, depths, *, layout, fill="copy", blocks=32, **config):
     """Engine and pager after a run whose requests are kept, so that their KV can be looked at."""
     kept = type("Kept", (LoopedPager,), {"release": lambda _self, _request: None})
-    pager = kept(model.laid_out(layout), blocks, 2, model.width, copies=copies)
+    pager = kept(model.laid_out(layout), blocks, 2, model.width, fill=fill)
     settings = {"mode": "refill", "width": 4, "max_loops": model.shape.max_loops, "min_signal": 2} | config
     planner = DepthPlanner(DepthConfig(layout=layout, **settings))
     for name, prompt in prompts.items():
@@ -75,10 +75,10 @@ def test_1_a_generic_cache_lacks_loop_planes():
     engine, decoded = toy_run(model, {"r": [5, 6]}, {"r": [4, 4, 4]}, layout=LoopLayout.DEPTH_INDEXED)
     whole = engine.tokens["r"][:-1]
     _, filled = toy_run(model, {"r": whole}, {"r": []}, layout=LoopLayout.DEPTH_INDEXED)
-    assert decoded.kv.shape[1] == OURO.max_loops * OURO.core
+    assert decoded.planes.loop.attention_layers == OURO.max_loops * OURO.core
     for loop in range(1, 5):
         for layer in range(OURO.core):
-            assert decoded.slot(layer, loop) == (loop - 1) * OURO.core + layer
+            assert decoded.planes.row(layer, loop - 1) == (loop - 1) * OURO.core + layer
             for a, b in zip(decoded.read("r", 5, layer, loop), filled.read("r", 5, layer, loop), strict=True):
                 assert torch.equal(a, b)
 
@@ -87,9 +87,9 @@ def test_2_later_loops_overwrite_earlier_ones():
     """ollama #14252, hivemind #647."""
     for layout, expected in ((LoopLayout.DEPTH_INDEXED, 1.0), (LoopLayout.SINGLE, 4.0)):
         pager = LoopedPager(replace(OURO, layout=layout), 1, 2, 4)
-        pager.reserve("r", 1)
+        pager.reserve("r", [1], 1)
         for loop in range(1, 5):
-            pager.write("r", 0, pager.slot(0, loop), torch.full((4,), float(loop)), torch.zeros(4))
+            pager.write("r", 0, 0, loop, (torch.full((4,), float(loop)), torch.zeros(4)))
         keys, _ = pager.read("r", 1, 0, 1)
         assert keys.unique().tolist() == [expected]
 
@@ -126,7 +126,9 @@ def test_6_deeper_kv_of_batch_mates():
     _, filled = toy_run(huginn_toy(), prompts, depths, layout=LoopLayout.LAST_EXITED)
     for layer in range(HUGINN.prelude, HUGINN.prelude + HUGINN.core):
         for loop in (3, 4, 5, 6):
-            with pytest.raises(CorruptionError, match="reads position 1, never written"):
+            with pytest.raises(
+                CorruptionError, match=f"position 1 must have written plane {loop - 1} before"
+            ):
                 indexed.read("A", 2, layer, loop)
             assert torch.equal(filled.read("A", 2, layer, loop)[0][1], filled.read("A", 2, layer, 2)[0][1])
 
@@ -134,10 +136,10 @@ def test_6_deeper_kv_of_batch_mates():
 def test_7_missing_positions_are_never_dropped():
     """seal-rg cache, strategy "full"."""
     pager = LoopedPager(replace(OURO, layout=LoopLayout.DEPTH_INDEXED), 2, 2, 4)
-    pager.reserve("r", 3)
+    pager.reserve("r", [1, 2, 3], 3)
     for position in (0, 2):
-        pager.write("r", position, pager.slot(1, 3), torch.ones(4), torch.ones(4))
-    with pytest.raises(CorruptionError, match="layer 1 at loop 3 of 'r' reads position 1, never written"):
+        pager.write("r", position, 1, 3, (torch.ones(4), torch.ones(4)))
+    with pytest.raises(CorruptionError, match="position 1 must have written plane 2 before loop 3 reads it"):
         pager.read("r", 3, 1, 3)
     assert len(pager.read("r", 1, 1, 3)[0]) == 1
 
@@ -200,7 +202,7 @@ def test_12_chunk_borders_under_shared_kv():
 
     def last_state(chunk, depth_major):
         pager = LoopedPager(replace(OURO, layout=LoopLayout.SINGLE), 8, 2, model.width)
-        pager.reserve("r", len(prompt))
+        pager.reserve("r", prompt, len(prompt))
         hidden = {}
         for start in range(0, len(prompt), chunk):
             span = range(start, start + chunk)
@@ -366,8 +368,9 @@ def test_19_the_pool_is_sized_from_the_right_layer_count():
         pager = LoopedPager(replace(HUGINN, layout=layout), 5, 2, 16)
         layers = 2 + pager.loop.planes * 4 + 2
         assert pager.kv.numel() == 5 * 2 * layers * 2 * 16
-        slots = {pager.slot(layer, loop) for layer in range(2, 6) for loop in range(1, 7)}
-        assert sorted(slots | {pager.slot(layer, 0) for layer in (0, 1, 6, 7)}) == list(range(layers))
+        row, plane = pager.planes.row, pager.loop.plane_of
+        rows = {row(layer, plane(loop)) for layer in range(2, 6) for loop in range(1, 7)}
+        assert sorted(rows | {row(layer) for layer in (0, 1, 6, 7)}) == list(range(layers))
 
 
 def test_20_shared_planes_follow_their_owner():
@@ -375,9 +378,9 @@ def test_20_shared_planes_follow_their_owner():
     single = replace(HUGINN, layout=LoopLayout.SINGLE)
     assert {single.plane_of(loop) for loop in range(1, 7)} == {0}
     _, pager = toy_run(ouro_toy(), {"A": [1, 2, 3]}, {"A": [4, 2]}, layout=LoopLayout.SINGLE)
-    assert {pager.slot(2, loop) for loop in range(1, 5)} == {2}
-    assert len(pager.tables["A"]) == 3
-    assert len(pager.free) == 32 - 3
+    assert {pager.planes.groups(loop) for loop in range(1, 5)} == {range(1)}
+    assert pager.tables["A"].shape == (1, 3)
+    assert pager.held == 3
 
 
 def test_21_one_plane_per_launch_starves():

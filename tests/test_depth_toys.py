@@ -14,8 +14,9 @@ from hybridkv.testing.loops import LoopedEngine, LoopedPager, huginn_toy, ouro_t
 
 torch.set_num_threads(1)  # rows are tiny: threads only wait for each other
 TOYS = {"ouro": ouro_toy(), "huginn": huginn_toy()}
+FILLS = ("copy", "depth", "alias")
 READS = (
-    (LoopLayout.SINGLE, True), (LoopLayout.FIRST_THEN_SHARED, True), (LoopLayout.LAST_EXITED, True), (LoopLayout.LAST_EXITED, False)
+    (LoopLayout.SINGLE, "copy"), (LoopLayout.FIRST_THEN_SHARED, "copy"), *((LoopLayout.LAST_EXITED, fill) for fill in FILLS)
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def play(
     depths,
     *,
     layout=LoopLayout.SINGLE,
-    copies=True,
+    fill="copy",
     blocks=64,
     pool=None,
     trace=None,
@@ -43,21 +44,21 @@ def play(
     """Generated tokens, engine and planner of one run with recorded exits."""
     settings = {"mode": "refill", "width": 4, "max_loops": model.shape.max_loops, "min_signal": 2} | config
     planner = DepthPlanner(DepthConfig(layout=layout, pool=pool, **settings), trace)
-    pager = LoopedPager(model.laid_out(layout), blocks, 2, model.width, copies=copies)
+    pager = LoopedPager(model.laid_out(layout), blocks, 2, model.width, fill=fill)
     for name, prompt in prompts.items():
         planner.submit(DepthRequest.recorded(name, len(prompt), depths[name]))
     engine = LoopedEngine(model, pager, prompts, depths=depths)
     generated = engine.run(planner)
-    assert sorted(pager.free) == list(range(blocks))
+    assert pager.held == 0
     return generated, engine
 
 
-@pytest.mark.parametrize(("layout", "copies"), READS, ids=str)
+@pytest.mark.parametrize(("layout", "fill"), READS, ids=str)
 @pytest.mark.parametrize("toy", TOYS)
-def test_tokens_do_not_depend_on_the_schedule(toy, layout, copies):
+def test_tokens_do_not_depend_on_the_schedule(toy, layout, fill):
     model = TOYS[toy]
     prompts, depths = drawn(model)
-    alone, _ = play(model, prompts, depths, layout=layout, copies=copies, width=1)
+    alone, _ = play(model, prompts, depths, layout=layout, fill=fill, width=1)
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
     for config in (
         {"mode": "cb"},
@@ -66,7 +67,24 @@ def test_tokens_do_not_depend_on_the_schedule(toy, layout, copies):
         {"mode": "refill", "min_coda": 2, "width": 3, "prefill_tokens": 3},
         {"mode": "refill", "planes": "aged", "width": 3},
     ):
-        assert play(model, prompts, depths, layout=layout, copies=copies, **config)[0] == alone, config
+        assert play(model, prompts, depths, layout=layout, fill=fill, **config)[0] == alone, config
+
+
+@pytest.mark.parametrize("toy", TOYS)
+def test_tokens_do_not_depend_on_width_or_coda_batch(toy):
+    """Every K and W, with pages that planes share; and depth-indexed KV, where every token runs all loops."""
+    model = TOYS[toy]
+    prompts, depths = drawn(model, seed=2, requests=3)
+    full = {name: [model.shape.max_loops] * len(d) for name, d in depths.items()}
+    for layout, fill, wanted in (
+        (LoopLayout.LAST_EXITED, "alias", depths),
+        (LoopLayout.DEPTH_INDEXED, "copy", full),
+    ):
+        alone, _ = play(model, prompts, wanted, layout=layout, fill=fill, mode="cb", width=1)
+        for width in (1, 2, 3):
+            for mode, k in (("cb", 1), ("norefill", 1), *(("refill", k) for k in range(1, width + 1))):
+                config = {"mode": mode, "width": width, "min_coda": k}
+                assert play(model, prompts, wanted, layout=layout, fill=fill, **config)[0] == alone, config
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -82,14 +100,14 @@ def test_early_exits_matter(toy):
 @pytest.mark.parametrize("toy", TOYS)
 def test_offload_changes_nothing(toy):
     model = TOYS[toy]
-    for seed, (layout, copies) in enumerate(READS):
+    for seed, (layout, fill) in enumerate(READS):
         prompts, depths = drawn(model, seed, tokens=6)
         blocks = 1 + max(-(-(len(prompt) + 6) // 2) for prompt in prompts.values())
-        calm, _ = play(model, prompts, depths, layout=layout, copies=copies)
+        calm, _ = play(model, prompts, depths, layout=layout, fill=fill)
         stages = []
         pool = KVPool(blocks=blocks, block_tokens=2, preemption="offload")
         pressed, _ = play(
-            model, prompts, depths, layout=layout, copies=copies, blocks=blocks, pool=pool,
+            model, prompts, depths, layout=layout, fill=fill, blocks=blocks, pool=pool,
             trace=lambda entry, stages=stages: stages.append(entry.stage),
         )  # fmt: skip
         assert {Stage.PREEMPT, Stage.RESTORE} <= set(stages)
@@ -97,13 +115,14 @@ def test_offload_changes_nothing(toy):
 
 
 @pytest.mark.parametrize("toy", TOYS)
-def test_last_exited_by_copy_and_by_depth_are_bit_identical(toy):
-    """Every read of every layer, not just the tokens."""
+def test_last_exited_is_bit_identical_in_every_way_to_fill(toy):
+    """By copy, by per-token depth and by aliased pages: every read of every layer, not just the tokens."""
     model = TOYS[toy]
     prompts, depths = drawn(model, seed=7, tokens=6)
+    depths = {name: sorted(d) for name, d in depths.items()}  # neighbours that leave alike share a block
     reads = {}
-    for copies in (True, False):
-        seen = reads[copies] = []
+    for fill in FILLS:
+        seen = reads[fill] = []
 
         class Recorder(LoopedPager):
             def read(self, *args, seen=seen):
@@ -114,16 +133,31 @@ def test_last_exited_by_copy_and_by_depth_are_bit_identical(toy):
         planner = DepthPlanner(
             DepthConfig(mode="refill", width=4, max_loops=model.shape.max_loops, layout="last_exited")
         )
-        pager = Recorder(model.laid_out(LoopLayout.LAST_EXITED), 64, 2, model.width, copies=copies)
+        pager = Recorder(model.laid_out(LoopLayout.LAST_EXITED), 64, 2, model.width, fill=fill)
         for name, prompt in prompts.items():
             planner.submit(DepthRequest.recorded(name, len(prompt), depths[name]))
         LoopedEngine(model, pager, prompts, depths=depths).run(planner)
-        assert (pager.copied > 0) == copies
-    assert len(reads[True]) == len(reads[False])
-    for (at, keys, values), (other, other_keys, other_values) in zip(reads[True], reads[False], strict=True):
-        assert at == other
-        assert torch.equal(keys, other_keys)
-        assert torch.equal(values, other_values)
+        assert (pager.copied > 0, pager.aliased > 0) == (fill == "copy", fill == "alias")
+    for fill in FILLS[1:]:
+        assert len(reads["copy"]) == len(reads[fill])
+        for (at, keys, values), (other, other_keys, other_values) in zip(
+            reads["copy"], reads[fill], strict=True
+        ):
+            assert at == other
+            assert torch.equal(keys, other_keys)
+            assert torch.equal(values, other_values)
+
+
+@pytest.mark.parametrize(("layout", "fill"), READS, ids=str)
+def test_a_shared_prompt_changes_nothing(layout, fill):
+    """A prefix hit covers all planes: prompts run at full depth, whoever ran them."""
+    model = TOYS["huginn"]
+    prompts = {"a": [5, 6, 7, 8, 9], "b": [5, 6, 7, 8, 3]}
+    depths = {"a": [2, 5, 4], "b": [3, 3, 6]}
+    together, engine = play(model, prompts, depths, layout=layout, fill=fill, width=1)
+    assert engine.pager.cache.stats().counters["cached_tokens"] == 4
+    for name, prompt in prompts.items():
+        assert play(model, {name: prompt}, depths, layout=layout, fill=fill)[0][name] == together[name]
 
 
 def test_recompute_keeps_tokens_where_nothing_left_early():
@@ -154,7 +188,7 @@ def test_a_gate_decides_row_by_row(toy, lookahead):
             DepthConfig(mode=mode, width=width, min_coda=k, max_loops=loops, lookahead=lookahead)
         )
         router = ExitRouter(Hazard(0.75), max_loops=loops, lookahead=lookahead)
-        pager = LoopedPager(model.laid_out(LoopLayout.LAST_EXITED), 64, 2, model.width, copies=False)
+        pager = LoopedPager(model.laid_out(LoopLayout.LAST_EXITED), 64, 2, model.width, fill="depth")
         for name, prompt in prompts.items():
             planner.submit(DepthRequest(id=name, prompt=len(prompt), decode_tokens=len(depths[name])))
         engine = LoopedEngine(model, pager, prompts, router=router)
@@ -178,13 +212,16 @@ def test_eos_cuts_the_output(mode, late):
     for name, tokens in whole.items():
         end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
         assert cut[name] == tokens[:end]
-    assert sorted(pager.free) == list(range(64))
+    assert pager.held == 0
 
 
 def test_a_hole_raises():
     """Depth-indexed KV has no value for loops that a token never ran; reading on must not shrink the context."""
     model = TOYS["huginn"]
     prompts, depths = {"r": [3, 1]}, {"r": [3, 5]}
-    with pytest.raises(CorruptionError, match=r"layer 2 at loop 4 of 'r' reads position 2, never written"):
+    with pytest.raises(
+        CorruptionError,
+        match=r"I7: position 2 must have written plane 3 before loop 4 reads it \(D42\), got 3 loops",
+    ):
         play(model, prompts, depths, layout=LoopLayout.DEPTH_INDEXED)
     assert len(play(model, prompts, {"r": [5, 3]}, layout=LoopLayout.DEPTH_INDEXED)[0]["r"]) == 3

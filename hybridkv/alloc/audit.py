@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridkv.alloc import planes
 from hybridkv.alloc.checkpoint import Lifecycle, State
 from hybridkv.alloc.growth import ATTENTION
 from hybridkv.alloc.organization import StateKind
@@ -47,6 +48,7 @@ def _pool_stats(pool: PagePool) -> PoolStats:
 def audit(cache: HybridCache) -> None:
     """`HybridCache.audit`."""
     _audit_index(cache)
+    planes.audit(cache)
     for store, references in _expected(cache).items():
         if isinstance(store, SlotPool):
             _audit_slots(store, references)
@@ -60,7 +62,7 @@ def held(cache: HybridCache) -> Iterator[tuple[StateKind, np.ndarray]]:
     """Every unit that a request or a lease holds, once per reference."""
     for r in cache.requests.values():
         if r.blocks:
-            yield ATTENTION, r.table[:, : r.blocks]
+            yield ATTENTION, cache.growth.once(r.table[:, : r.blocks].T.ravel())
         for state in r.states():
             yield from state
     for state in cache.leases:

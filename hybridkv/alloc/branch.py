@@ -13,6 +13,7 @@ import numpy as np
 from hybridkv.alloc.checkpoint import Checkpoint, State
 from hybridkv.alloc.growth import ATTENTION
 from hybridkv.alloc.plan import Copy, Forked, Refused, Truncated
+from hybridkv.alloc.planes import is_aliased
 from hybridkv.alloc.requests import Request, Status
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def fork(cache: HybridCache, r: Request, request_id: Hashable) -> Forked | Refus
     if refused := s.shortage(wanted):
         return refused
     if shared_blocks:
-        s.by_kind[ATTENTION].reference(r.table[:, :shared_blocks].T.ravel())
+        s.by_kind[ATTENTION].reference(cache.growth.once(r.table[:, :shared_blocks].T.ravel()))
     if r.source is not None:
         s.reference([r.source])
     attention, opened, live, window = s.take(wanted)
@@ -76,7 +77,11 @@ def truncate(cache: HybridCache, r: Request, tokens: int) -> Truncated | Refused
         if target < 0:
             return Refused("retained states", tokens, r.source.position if r.source else 0)
     keep, partial = divmod(target, width)
-    shared = partial > 0 and growth.attention and r.published > keep
+    shared = (
+        partial > 0
+        and growth.attention
+        and (r.published > keep or (growth.shared_planes and is_aliased(r, keep)))
+    )
     if shared and (refused := cache.storage.shortage(((cache.storage.attention, 1),))):
         return refused
     copies: list[Copy] = []
@@ -112,7 +117,7 @@ def _retained(cache: HybridCache, r: Request, position: int) -> int:
 
 
 def _cut_blocks(cache: HybridCache, r: Request, keep: int, *, shared: bool, partial: bool) -> list[Copy]:
-    """Drop blocks behind `keep`; a block cut in its middle that others may read is copied first."""
+    """Drop blocks behind `keep`; one cut in its middle that others may read, or whose planes share pages, is copied."""
     s = cache.storage
     if not shared:
         cache.growth.drop_blocks(r, keep + partial)

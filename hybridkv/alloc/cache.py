@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.alloc import audit as auditing
-from hybridkv.alloc import branch
+from hybridkv.alloc import branch, planes
 from hybridkv.alloc.checkpoint import AttentionBlock, Checkpoint, Lifecycle, State
 from hybridkv.alloc.growth import ATTENTION, Growth
 from hybridkv.alloc.organization import Organization
@@ -62,18 +62,22 @@ class CachePolicy:
     are not published; `update_shared` publishes them all the same, as today's engines do.
     `hold_source`: keep the last passed checkpoint referenced until the next is passed (two live checkpoints a running
     request, research note 8.2), so that `truncate` can return to it; otherwise until the first step behind it.
+    `loop_policy`: names how tokens of a looped model exit; states made under another one are never shared (I9).
     """
 
     headroom: float | str | Fraction = 0
     placement: str | Placement = "every_block"
     decode: Literal["replay", "update", "update_shared"] = "update"
     hold_source: bool = True
+    loop_policy: str = ""
 
     def __post_init__(self) -> None:
         exact_fraction(self.headroom)
         resolve_placement(self.placement)
         if self.decode not in ("replay", "update", "update_shared"):
             raise UsageError(f"decode must be one of replay, update, update_shared, got {self.decode!r}")
+        if not isinstance(self.loop_policy, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"loop_policy must be a string, got {self.loop_policy!r}")
 
 
 class HybridCache:
@@ -122,7 +126,8 @@ class HybridCache:
         self._headroom = {
             n: headroom_pages(self.policy.headroom, p.size) for n, p in self.storage.pools.items()
         }
-        self._identity = (g.fingerprint, self.policy.decode if self.policy.decode == "replay" else "update")
+        decode = self.policy.decode if self.policy.decode == "replay" else "update"
+        self._identity = (g.fingerprint, decode, self.policy.loop_policy)
 
     # ------------------------------------------------------------------------------------------- requests
     def request(
@@ -381,6 +386,15 @@ class HybridCache:
         if not 0 < tokens <= r.length:
             raise UsageError(f"tokens must be in 1..{r.length} (tokens known), got {tokens}")
         return self._checked(branch.truncate(self, r, tokens))
+
+    def alias(self, r: Request, block: int, depth: int) -> Plan:
+        """Planes `depth`.. of a block name the page of plane `depth` - 1: all its tokens left at `depth` (D42).
+
+        Their own pages go back; the shared one keeps one reference. For layout `last_exited`, and a full block that
+        is not published; no step of `r` in flight. Only `truncate` into the block undoes it: by a copy, all planes.
+        """
+        self._settled(r)
+        return self._checked(planes.alias(self, r, block, depth))
 
     # ------------------------------------------------------------------------------------------ transfers
     def lease(self, state: State) -> None:

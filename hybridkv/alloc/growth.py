@@ -6,6 +6,7 @@ Works on one request and the storage; knows no index. The tables in `requests` s
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.alloc.checkpoint import Checkpoint, State
 from hybridkv.alloc.organization import StateKind
@@ -26,6 +27,7 @@ class Growth:
         self.block_tokens = storage.organization.block_tokens
         self.attention = bool(storage.attention)
         self.recurrent = storage.organization.geometry.recurrent is not None
+        self.shared_planes = False  # until the first alias
 
     def wanted(self, r: Request, start: int, stop: int, reserve: int = 0) -> Wanted:
         """What a step over [start, stop) must take, in the order in which `reserve` attaches it.
@@ -170,11 +172,16 @@ class Growth:
         """Give back attention blocks from index `keep` on, deepest first."""
         if r.blocks > keep:
             self.storage.gains += 1
-            self.storage.by_kind[ATTENTION].release(
-                np.ascontiguousarray(r.table[:, keep : r.blocks][:, ::-1].T).ravel()
-            )
+            units = np.ascontiguousarray(r.table[:, keep : r.blocks][:, ::-1].T).ravel()
+            self.storage.by_kind[ATTENTION].release(self.once(units))
             r.blocks = keep
             r.published = min(r.published, keep)
+
+    def once(self, units: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Units of a table, each once, in their order: a page that several planes share has one reference (D42)."""
+        if not self.shared_planes:
+            return units
+        return units[np.sort(np.unique(units, return_index=True)[1])]
 
     def let_go(self, r: Request) -> None:
         """Give back everything, deepest first, so that the deepest is reclaimed first (research note 3.2)."""

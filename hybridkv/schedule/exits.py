@@ -1,4 +1,4 @@
-"""When a token leaves the core: gates (D3), effective depths (D2), routing with lookahead (D39), what it leaves (D42).
+"""When a token leaves the core: gates (D3), effective depths (D2), routing with lookahead (D39).
 
 Owns each row's gate state, keyed by the life of its request, so that rows may move in a batch, ids may be used again,
 and late readings hit nobody else. Does not know a model: it gets readings, one a row and loop. Nothing here looks at
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from hybridkv.errors import UsageError
-from hybridkv.geometry import LoopLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hybridkv.geometry import LoopSpec
     from hybridkv.schedule.depth.batch import Row, StageBatch
 
 
@@ -31,11 +29,6 @@ def effective_depth(signal: int | None, max_loops: int, *, floor: int = 1, delay
     if signal < 1:
         raise UsageError(f"signal must be a loop of at least 1 or None, got {signal}")
     return min(max_loops, max(signal, floor) + delay)
-
-
-def fill_targets(loop: LoopSpec, depth: int) -> range:
-    """Planes that receive a copy of plane `depth - 1` when a token leaves at `depth` (D42)."""
-    return range(depth, loop.max_loops) if loop.layout is LoopLayout.LAST_EXITED else range(0)
 
 
 class Gate(Protocol):

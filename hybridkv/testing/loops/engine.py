@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybridkv.schedule.depth import DepthPlanner, Row, StageBatch
     from hybridkv.schedule.exits import ExitRouter
     from hybridkv.testing.loops.models import LoopedToy
-    from hybridkv.testing.loops.pager import LoopedPager
+    from hybridkv.testing.loops.pager import LoopedPager, Saved
 
 
 class LoopedEngine:
@@ -51,7 +51,7 @@ class LoopedEngine:
         """Loops that each decode token ran, by request and position."""
         self._hidden: dict[str, tuple[Tensor, Tensor]] = {}
         self._logits: dict[str, float] = {}
-        self._saved: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._saved: dict[str, Saved] = {}
         self._over: set[str] = set()
 
     def run(self, planner: DepthPlanner) -> dict[str, list[int]]:
@@ -75,7 +75,7 @@ class LoopedEngine:
         entry = planner.apply(batch, self._exits(batch), () if self.late else finishes)
         done = {*finishes, *(entry.done if entry is not None else ())}
         self._over -= done
-        for request in done & self.pager.tables.keys():
+        for request in sorted(done & self.pager.requests.keys()):
             self.pager.release(request)
         if self.router is not None:
             self.router.forget(done)
@@ -95,6 +95,7 @@ class LoopedEngine:
             case Stage.PREFILL:
                 self._prefill(row)
             case Stage.PRELUDE:
+                self._reserve(row, 1)
                 self._enter(row, row.position)
             case Stage.RECURRENT:
                 self._loop(row, row.position, row.loop)
@@ -111,6 +112,7 @@ class LoopedEngine:
 
     def _prefill(self, row: Row) -> None:
         """Prompt tokens at full depth. The last one of a complete prompt emits."""
+        self._reserve(row, row.tokens)
         emitted = 0
         for position in range(row.position, row.position + row.tokens):
             self._enter(row, position)
@@ -119,8 +121,10 @@ class LoopedEngine:
             emitted = self.model.leave(self._hidden[row.request][1], row.request, position, self.pager)
         if row.position + row.tokens == len(self.tokens[row.request]):
             self._emit(row.request, emitted)
+        self.pager.commit(row.request, self.tokens[row.request])
 
     def _decode(self, row: Row) -> None:
+        self._reserve(row, 1)
         self._enter(row, row.position)
         depth = self._recorded(row.request)
         for loop in range(1, depth + 1):
@@ -132,8 +136,10 @@ class LoopedEngine:
             return self.model.shape.max_loops
         return self.depths[request][len(self.tokens[request]) - self.prompts[request] - 1]
 
+    def _reserve(self, row: Row, tokens: int) -> None:
+        self.pager.reserve(row.request, self.tokens[row.request], row.position + tokens)
+
     def _enter(self, row: Row, position: int) -> None:
-        self.pager.reserve(row.request, position + 1)
         token = self.tokens[row.request][position]
         self._hidden[row.request] = self.model.enter(token, row.request, position, self.pager)
 
@@ -149,6 +155,7 @@ class LoopedEngine:
         if row.request not in self._over:
             self.loops_run[row.request, row.position] = depth
             self._emit(row.request, token)
+        self.pager.commit(row.request, self.tokens[row.request])
 
     def _emit(self, request: str, token: int) -> None:
         self.tokens[request].append(token)

@@ -33,7 +33,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor, pager: LoopedPager, at: tuple[str, int, int, int]) -> Tensor:
         request, position, layer, loop = at
         query, key, value = self.qkv(_rms(x)).chunk(3)
-        pager.write(request, position, pager.slot(layer, loop), _turn(key, position), value)
+        pager.write(request, position, layer, loop, (_turn(key, position), value))
         keys, values = pager.read(request, position + 1, layer, loop)
         split = (position + 1, self.heads, -1)
         scores = torch.einsum("hd,nhd->hn", _turn(query, position).view(self.heads, -1), keys.reshape(split))

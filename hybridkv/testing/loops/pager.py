@@ -1,113 +1,190 @@
-"""A pager for the KV of looped models that knows what was written, and poisons what was freed. Plain torch, CPU.
+"""KV of a looped model in the pages of a `HybridCache`, poisoned until it is written. Plain torch, CPU.
 
-Owns blocks, tables, planes and depths. Does not know who is scheduled when.
+Owns the bytes, and how deep each token went. Which page holds what is the cache's; who is scheduled when, the planner's.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+import torch
+
+from hybridkv.alloc.cache import HybridCache
+from hybridkv.alloc.organization import Organization, Placement, Pool, StateKind
+from hybridkv.alloc.plan import Refused
+from hybridkv.alloc.planes import PlaneTable, TokenDepths
 from hybridkv.errors import CorruptionError
-from hybridkv.geometry import LoopLayout, LoopSpec
-from hybridkv.schedule.exits import fill_targets
+from hybridkv.geometry import AttentionSpec, LoopSpec, ModelGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from hybridkv.alloc.plan import Admitted, Extended
+    from hybridkv.alloc.requests import Request
+
+FillMode = Literal["copy", "depth", "alias"]
+
+
+class Saved(NamedTuple):
+    """A request that was taken out: all its tokens, how many belong to the prompt, its KV and depths."""
+
+    tokens: list[int]
+    prompt: int
+    kv: Tensor
+    depths: TokenDepths
 
 
 class LoopedPager:
-    """Paged KV of a looped model: one block table a request, every layer and plane of a token in one block.
+    """Paged KV of a looped model: one page for each block of tokens, plane and group of layers.
 
-    Freed blocks are poisoned with NaN. Reading what was never written raises, and never reads fewer tokens.
-    With layout `last_exited` a token that left early is read at its last plane: by copies made when it leaves, or
-    (`copies=False`) through a depth kept for each token.
+    Reading what was never written raises, and never reads fewer tokens. With layout `last_exited` a token that left
+    early is read at its last plane: by a copy made when it leaves (`copy`), through its depth (`depth`), or so until
+    its block is full, then, where all of it left alike, through the table (`alias`).
     """
 
     def __init__(
-        self, loop: LoopSpec, blocks: int, block_tokens: int, width: int, *, copies: bool = True
+        self, loop: LoopSpec, blocks: int, block_tokens: int, width: int, *, fill: FillMode = "copy"
     ) -> None:
-        self.loop = loop
-        self.copies = copies
-        self.block_tokens = block_tokens
-        self.kv = torch.full((blocks, loop.attention_layers, block_tokens, 2, width), torch.nan)
-        self.written = torch.zeros(self.kv.shape[:3], dtype=torch.bool)
-        self.depth = torch.zeros((blocks, block_tokens), dtype=torch.long)
-        self.free = list(range(blocks))
-        self.tables: dict[str, list[int]] = {}
+        self.loop, self.fill, self.block_tokens = loop, fill, block_tokens
+        organization = _organization(loop, block_tokens, width)
+        geometry = organization.geometry
+        self.planes = PlaneTable(geometry)
+        pages = blocks * geometry.attention_groups
+        self.cache = HybridCache(organization, pages={"shared": pages})
+        self.kv = torch.full((pages, geometry.layers_per_group, block_tokens, 2, width), torch.nan)
+        self.requests: dict[str, Request] = {}
+        self.tables: dict[str, Tensor] = {}
+        self.depths: dict[str, TokenDepths] = {}
         self.copied = 0
         """Planes that were copied, times layers."""
+        self.aliased = 0
+        """Blocks whose deeper planes share a page."""
 
-    def reserve(self, request: str, tokens: int) -> None:
-        """Hold blocks for `tokens` tokens."""
-        table = self.tables.setdefault(request, [])
-        while len(table) * self.block_tokens < tokens:
-            if not self.free:
-                raise CorruptionError("I5", f"request {request!r} was scheduled without a free block")
-            table.append(self.free.pop())
+    @property
+    def held(self) -> int:
+        """Pages that requests hold."""
+        return self.cache.stats().pools["shared"].held
+
+    def reserve(self, request: str, tokens: Sequence[int], upto: int) -> None:
+        """Hold pages for the first `upto` tokens; `tokens` are those known. A new request starts with them."""
+        r = self.requests.get(request)
+        if r is None:
+            self._admit(request, tokens, upto)
+        elif upto > r.planned:
+            self._grow(request, self.cache.extend(r, upto))
+
+    def commit(self, request: str, tokens: Sequence[int]) -> None:
+        """What was reserved is written, and `tokens` are known now. Aliases blocks where that is due."""
+        r = self.requests[request]
+        self.cache.commit(r, r.planned, tokens[r.length :])
+        if self.fill == "alias" and r.computed % self.block_tokens == 0:
+            self._alias(request, r.computed - self.block_tokens, r.computed)
 
     def release(self, request: str) -> None:
-        """Give the blocks of a request back, poisoned."""
-        for block in self.tables.pop(request):
-            self.kv[block] = torch.nan
-            self.written[block] = False
-            self.depth[block] = 0
-            self.free.append(block)
+        """Give the pages of a request back; nothing is held twice or forgotten."""
+        self.cache.audit()
+        self.cache.release(self.requests.pop(request))
+        del self.tables[request], self.depths[request]
 
-    def offload(self, request: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy a request's blocks out and give them back."""
-        blocks = self.tables[request]
-        saved = self.kv[blocks].clone(), self.written[blocks].clone(), self.depth[blocks].clone()
+    def offload(self, request: str) -> Saved:
+        """Copy a request's KV out and give its pages back."""
+        r = self.requests[request]
+        saved = Saved(r.tokens.tolist(), r.prompt_tokens, self.kv[self.tables[request]], self.depths[request])
         self.release(request)
         return saved
 
-    def restore(self, request: str, saved: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Bring an offloaded request back, into whatever blocks are free."""
-        self.reserve(request, len(saved[0]) * self.block_tokens)
-        blocks = self.tables[request]
-        self.kv[blocks], self.written[blocks], self.depth[blocks] = saved
+    def restore(self, request: str, saved: Saved) -> None:
+        """Bring an offloaded request back, into whatever pages are free, and what is cached of its prompt still."""
+        computed = len(saved.tokens) - 1  # the newest token waits for its first loop
+        cached = self._admit(request, saved.tokens[: saved.prompt], saved.prompt, computed)
+        r = self.requests[request]
+        # the prompt first: KV of decoded tokens depends on their exits too, and is not published (I10)
+        self.cache.commit(r, saved.prompt, saved.tokens[saved.prompt :])
+        if computed > saved.prompt:
+            self._grow(request, self.cache.extend(r, computed))
+            self.cache.commit(r, computed)
+        block = cached // self.block_tokens
+        self.kv[self.tables[request][:, block:]] = saved.kv[:, block:]
+        self.depths[request] = saved.depths
 
-    def slot(self, layer: int, loop: int) -> int:
-        """KV row of a layer: counted through prelude, core and coda; `loop` is 0 outside the core."""
-        spec = self.loop
+    def write(self, request: str, position: int, layer: int, loop: int, kv: tuple[Tensor, Tensor]) -> None:
+        """Store key and value of one layer of a token; `loop` is 0 outside the core. What was hit is there (I8)."""
         if loop:
-            return layer + spec.plane_of(loop) * spec.core
-        return layer if layer < spec.prelude else layer + (spec.planes - 1) * spec.core
-
-    def write(self, request: str, position: int, slot: int, key: Tensor, value: Tensor) -> None:
-        """Store the KV of one layer and plane of a token."""
-        block, offset = self._at(request, position)
-        self.kv[block, slot, offset, 0], self.kv[block, slot, offset, 1] = key, value
-        self.written[block, slot, offset] = True
+            self.depths[request].run(position, loop)
+        if position < self.requests[request].cached:
+            return
+        plane = self.loop.plane_of(loop) if loop else 0
+        group, inner = divmod(int(self.planes.row(layer, plane)), self.planes.layers_per_group)
+        block, offset = divmod(position, self.block_tokens)
+        self.kv[self.tables[request][group, block], inner, offset] = torch.stack(kv)
 
     def leave(self, request: str, position: int, depth: int) -> None:
-        """A token has left the core after loop `depth`: copy its last plane into the deeper ones, or note the depth."""
-        block, offset = self._at(request, position)
-        self.depth[block, offset] = depth
-        if not self.copies:
+        """A token has left the core after loop `depth`: fill its deeper planes, or leave that to those who read."""
+        depths = self.depths[request]
+        depths.leave(position)
+        if self.fill != "copy" or (fill := self.planes.fill(position, depth)) is None:
             return
-        first, core = self.loop.prelude, self.loop.core
-        source = slice(first + (depth - 1) * core, first + depth * core)
-        for plane in fill_targets(self.loop, depth):
-            target = slice(first + plane * core, first + (plane + 1) * core)
-            self.kv[block, target, offset] = self.kv[block, source, offset]
-            self.written[block, target, offset] = self.written[block, source, offset]
-            self.copied += core
+        block, offset = divmod(position, self.block_tokens)
+        table = self.tables[request][:, block]
+        source = self.kv[table[torch.from_numpy(fill.source)], :, offset]
+        self.kv[table[torch.from_numpy(fill.destinations)], :, offset] = source
+        depths.fill(position, position + 1)
+        self.copied += fill.destinations.size * self.planes.layers_per_group
 
     def read(self, request: str, tokens: int, layer: int, loop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `tokens` tokens, as loop `loop` of a layer sees them. A hole raises."""
-        table, slot = self.tables[request], self.slot(layer, loop)
-        held = self.written[table, slot].flatten()[:tokens]
-        found = self.kv[table, slot].flatten(0, 1)[:tokens]
-        if loop and self.loop.layout is LoopLayout.LAST_EXITED and not self.copies:
-            left = self.depth[table].flatten()[:tokens]
-            for depth in left[(left > 0) & (left < loop)].unique().tolist():
-                early, deepest = left == depth, layer + (depth - 1) * self.loop.core
-                held[early] = self.written[table, deepest].flatten()[:tokens][early]
-                found[early] = self.kv[table, deepest].flatten(0, 1)[:tokens][early]
-        if not bool(held.all()):
-            hole = int((~held).nonzero()[0])
+        plane = self.depths[request].planes(loop, tokens) if loop else np.zeros(tokens, np.int64)
+        row = torch.from_numpy(np.broadcast_to(self.planes.row(layer, plane), tokens).copy())
+        position = torch.arange(tokens)
+        page = self.tables[request][row // self.planes.layers_per_group, position // self.block_tokens]
+        found = self.kv[page, row % self.planes.layers_per_group, position % self.block_tokens]
+        if bool(found.isnan().any()):
             raise CorruptionError(
-                "I7", f"layer {layer} at loop {loop} of {request!r} reads position {hole}, never written"
+                "I7", f"layer {layer} at loop {loop} of {request!r} must be written before it is read"
             )
         return found[:, 0], found[:, 1]
 
-    def _at(self, request: str, position: int) -> tuple[int, int]:
-        return self.tables[request][position // self.block_tokens], position % self.block_tokens
+    def _alias(self, request: str, start: int, stop: int) -> None:
+        depth = self.depths[request].uniform(start, stop)
+        if not 0 < depth < self.loop.max_loops:
+            return
+        plan = self.cache.alias(self.requests[request], start // self.block_tokens, depth)
+        self.tables[request] = torch.from_numpy(plan.attention.astype(np.int64))
+        self.depths[request].fill(start, stop)
+        self.aliased += 1
+
+    def _admit(self, request: str, tokens: Sequence[int], upto: int, reserve: int = 0) -> int:
+        r = self.cache.request(request, tokens)
+        self.requests[request], self.depths[request] = r, TokenDepths(self.loop)
+        answer = self.cache.admit(r, upto, reserve=reserve)
+        self._grow(request, answer)
+        return r.cached
+
+    def _grow(self, request: str, answer: Admitted | Extended | Refused) -> None:
+        if isinstance(answer, Refused):
+            raise CorruptionError("I5", f"request {request!r} was scheduled without a free block: {answer}")
+        table = torch.from_numpy(answer.plan.attention.astype(np.int64))
+        before = self.tables.get(request)
+        known = self.requests[request].cached // self.block_tokens if before is None else before.shape[1]
+        self.kv[table[:, known:]] = torch.nan
+        self.tables[request] = table
+
+
+def _organization(loop: LoopSpec, block_tokens: int, width: int) -> Organization:
+    """Float32 KV of one head, a page a block."""
+    spec = AttentionSpec(layers=loop.layers, kv_heads=1, key_dim=width, value_dim=width)
+    geometry = ModelGeometry(
+        name="toy", layers=loop.layers, attention=spec, recurrent=None, loop=loop, kv_dtype="fp32"
+    )
+    size = geometry.kv_bytes_per_token * block_tokens
+    return Organization(
+        name="toy",
+        geometry=geometry,
+        pools=(Pool(name="shared", page_bytes=size),),
+        placements={StateKind.ATTENTION: Placement(pool="shared", payload_bytes=size, pages=1)},
+        block_tokens=block_tokens,
+        grid_tokens=block_tokens,
+    )
