@@ -50,7 +50,7 @@ requests = st.lists(
         st.integers(0, 9),  # how much of it
         st.lists(st.integers(0, 1), min_size=1, max_size=9),
         st.integers(1, 6),  # tokens to generate
-        st.sampled_from([None, None, None, "tenant"]),
+        st.sampled_from([None, None, None, 7]),
     ),
     min_size=1,
     max_size=8,

@@ -198,14 +198,14 @@ def test_i8_what_a_step_writes_is_its_own(name: str) -> None:
 
 
 def test_i9_identity_covers_prefix_salt_model_and_numerics() -> None:
-    """I9: one key each for every token of the prefix, the salt and its type, the model, dtypes, chunk and decode mode."""
+    """I9: one key each for every token of the prefix, the salt, the model, dtypes, chunk and decode mode."""
     keys = []
     geometry = tiny_geometry()
     for tokens, salt, organization, policy in (
         (PROMPT, None, tiny_organization("s2"), CachePolicy()),
         ([1, 2, 3, 9, 5], None, tiny_organization("s2"), CachePolicy()),
         ([9, 2, 3, 4, 5], None, tiny_organization("s2"), CachePolicy()),
-        (PROMPT, "1", tiny_organization("s2"), CachePolicy()),
+        (PROMPT, 2, tiny_organization("s2"), CachePolicy()),
         (PROMPT, 1, tiny_organization("s2"), CachePolicy()),
         (PROMPT, None, tiny_organization("s2", live=True), CachePolicy()),
         (PROMPT, None, tiny_organization("s2", chunk_tokens=2), CachePolicy()),

@@ -56,7 +56,7 @@ FOUND: dict[str, tuple[CacheSpec, list[tuple[Any, ...]]]] = {
             ("lease", 0),
             ("serve", TWO, None),
             ("end_lease", 0),
-            ("probe", ("admit", (0, 0, 0, 0, 1, 1, 0), "a", None)),
+            ("probe", ("admit", (0, 0, 0, 0, 1, 1, 0), 7, None)),
         ],
     ),
     # HK-A0: a block of several layer groups with two slots in one slab was lost twice, which raised CorruptionError

@@ -131,23 +131,23 @@ class HybridCache:
 
     # ------------------------------------------------------------------------------------------- requests
     def request(
-        self, request_id: Hashable, token_ids: Sequence[int] | NDArray[Any], salt: str | int | None = None
+        self, request_id: Hashable, token_ids: Sequence[int] | NDArray[Any], salt: int | None = None
     ) -> Request:
         """A new waiting request; hashes its tokens once. O(tokens).
 
-        `salt` isolates: only requests with an equal salt share states. A live `request_id` may not be used again.
+        `salt` isolates tenants: only requests with an equal salt share states; hash names to integers. A live `request_id` may not be used again.
         """
         if request_id in self.requests:
             raise UsageError(
                 f"request_id must be new, got {request_id!r}, which is {self.requests[request_id].status.value}"
             )
-        if salt is not None and not isinstance(salt, str | int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UsageError(f"salt must be a string, an integer or None, got {salt!r}")
+        if salt is not None and type(salt) is not int:
+            raise UsageError(f"salt must be an integer or None, got {salt!r}; hash a name to an integer")
         tokens = as_tokens(token_ids)
         if not len(tokens):
             raise UsageError("token_ids must hold at least one token, got none")
-        root = root_key(self._hash, *self._identity, f"{type(salt).__name__}:{salt}")
-        r = Request(request_id, tokens, self.rows, root, None if salt is None else str(salt))
+        root = root_key(self._hash, *self._identity, str(salt))
+        r = Request(request_id, tokens, self.rows, root, salt)
         try:
             r.hash(self._hash)
         except BaseException:

@@ -59,7 +59,7 @@ class Request:
     )  # fmt: skip
 
     def __init__(
-        self, request_id: Hashable, tokens: NDArray[np.int32], rows: RowTable, root: bytes, salt: str | None
+        self, request_id: Hashable, tokens: NDArray[np.int32], rows: RowTable, root: bytes, salt: int | None
     ) -> None:
         self.id, self.salt, self.root = request_id, salt, root
         self._rows, self._tokens, self._stored = rows, tokens, len(tokens)

@@ -99,7 +99,7 @@ class HybridPlanner:
         request_id: Hashable,
         token_ids: Sequence[int] | NDArray[Any],
         max_new_tokens: int,
-        salt: str | int | None = None,
+        salt: int | None = None,
     ) -> Request:
         """A new request at the end of the queue. `OutOfMemory` if it could never run here, however long it waits."""
         if max_new_tokens < 1:

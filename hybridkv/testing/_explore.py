@@ -115,7 +115,7 @@ def plans(world: World, scope: Scope) -> Iterator[Operation]:
         for tokens in scope.prompts:
             yield from (("admit", tokens, None, n) for n in (*scope.chunks, None))
         if "namespace" in ops and world.capabilities.namespaces:
-            yield ("admit", scope.prompts[-1], "a", None)
+            yield ("admit", scope.prompts[-1], 7, None)
     for i, live in enumerate(world.live):
         if not live.running:
             if "resume" in ops:

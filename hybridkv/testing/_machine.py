@@ -62,7 +62,7 @@ def machine(
             old = self.seen[base % len(self.seen)][:keep] if self.seen else ()
             chosen = (*old, *new)[: MAX_TOKENS - 4]
             self.seen.append(chosen)
-            self.do(("admit", chosen, "a" if salt == 0 else None, n or None))
+            self.do(("admit", chosen, 7 if salt == 0 else None, n or None))
 
         @rule(card=st.integers(0, 63), i=small, n=st.integers(0, 9), token=tokens)
         def act(self, card: int, i: int, n: int, token: int) -> None:
