@@ -19,12 +19,12 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "hybridkv needs Python 3.11 or newer, got " + sys.version' 
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed 's/^triton==.*/triton==$(TRITON)/' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+	@$(BIN)/python -m pip --quiet --quiet install --disable-pip-version-check --progress-bar off \
 		--constraint $(VENV)/constraints.txt --editable '.[testing,bench,cli,plot]'
 	@rm -f $(VENV)/.ready-triton-* && touch $@
 
 $(CHECKS): $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+	@$(BIN)/python -m pip --quiet --quiet install --disable-pip-version-check --progress-bar off \
 		--constraint $(VENV)/constraints.txt ruff 'pyright[nodejs]'
 	@touch $@
 
@@ -37,7 +37,7 @@ test: $(READY)  ## the whole test suite, less what is marked nightly
 check: $(CHECKS)  ## format, lint, types, import arrows
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/pyright
+	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/python -m pytest -q tests/test_tidy.py
 
 format: $(CHECKS)  ## let ruff rewrite the files
