@@ -209,9 +209,7 @@ def cached_page_is_left_in_the_free_list(cache: HybridCache) -> None:
         def release(original: Any, ids: Any, pool: Any = pool, **k: Any) -> None:
             original(ids, **k)
             if len(cached := ids[(pool.references[ids] == 0) & pool.published[ids]]):
-                kind = pool.kind[cached].copy()
                 pool._push_free(cached)  # noqa: SLF001  # this is the mistake
-                pool.kind[cached] = kind
 
         _around(pool, "release", release)
 
