@@ -284,11 +284,16 @@ class World(Judging):
 
     def drain(self) -> None:
         """A5: end everything, clear, and see that all capacity is free. The world is of no use afterwards."""
-        self.trace.append(("drain",))
+        self.do(("drain",))
+
+    def _drain(self) -> None:
         for token, _ in self.leases:
             self.sut.end_lease(token)
         for live in self.live:
             self.sut.release(live.handle)
+        self.leases.clear()
+        self.live.clear()
+        self.check()
         self.sut.clear()
         owned = self.sut.owned()
         rest = set(owned.cached | owned.held)
