@@ -143,7 +143,7 @@ class PrefixIndex:
         else:
             reached = usable
         get = self.checkpoints.get
-        complete = [c for c in map(get, chain[step - 1 : usable * step : step]) if c is not None]
+        complete = [c for key in chain[step - 1 : usable * step : step] if (c := get(key)) is not None]
         joint = complete
         if complete and complete[-1].position > reached * grid:
             joint = [c for c in complete if c.position <= reached * grid]
