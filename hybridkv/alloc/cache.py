@@ -150,6 +150,7 @@ class HybridCache:
         r = Request(request_id, tokens, self.rows, root, salt)
         try:
             r.hash(self._hash)
+            r.chain = self.index.shared_keys(r.chain)
         except BaseException:
             self.rows.remove(r.row)
             raise
@@ -587,8 +588,7 @@ class HybridCache:
     def register(self, r: Request) -> None:
         """The request is live. For this package's modules."""
         self.requests[r.id] = r
-        if len(self._by_row) <= r.row:
-            self._by_row.extend([None] * (r.row + 1 - len(self._by_row)))
+        self._by_row += [None] * (r.row + 1 - len(self._by_row))
         self._by_row[r.row] = r
 
     def _at(self, row: int) -> Request:

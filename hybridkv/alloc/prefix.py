@@ -127,6 +127,11 @@ class PrefixIndex:
         self.blocks: dict[Hashable, AttentionBlock] = {}
         self.checkpoints: dict[Hashable, Checkpoint] = {}
 
+    def shared_keys(self, chain: Sequence[Key]) -> list[Key]:
+        """Equal keys, as the objects that published states hold: one copy each, and lookups meet identical objects."""
+        get = self.blocks.get
+        return [key if (block := get(key)) is None else block.key for key in chain]  # type: ignore[misc]
+
     def find(self, chain: Sequence[Key], tokens: int) -> Found:
         """Match a prompt of `tokens` tokens whose chain is `chain`. Changes nothing."""
         grid, step = self.grid_tokens, self._blocks_per_grid
