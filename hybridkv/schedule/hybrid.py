@@ -159,7 +159,7 @@ class HybridPlanner:
             if r.status is Status.WAITING:
                 self.running.remove(r)
                 self.waiting.appendleft(r)
-        self._handles = None
+        self._handles = self._blocked = None
 
     def finish(self, r: Request) -> None:
         """The request ends now: its last token was sampled, it was cancelled, or it timed out."""

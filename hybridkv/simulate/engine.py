@@ -115,14 +115,14 @@ class Engine:
             raise UsageError("arrivals must hold at least one request, got none")
         self.planner = HybridPlanner(HybridCache(organization, pages=pages, policy=policy), config)
         self.arrivals, self.law, self.isolate = arrivals, law, isolate
-        self.run_ = Run([Trip(a.arrival_s, a.input_tokens, a.output_tokens) for a in arrivals])
+        self.result = Run([Trip(a.arrival_s, a.input_tokens, a.output_tokens) for a in arrivals])
         self.clock = self.depths = 0.0
         self.submitted = self.admitted = self.finished = self.sampled = 0
         self._prompt = np.zeros(64, np.int64)  # original prompt length by row
 
     def run(self, samples: int, steps_kept: int, progress: Progress | None) -> Run:
         """Until every request is done."""
-        run, total = self.run_, len(self.arrivals)
+        run, total = self.result, len(self.arrivals)
         every = max(1e-9, (self.arrivals[-1].arrival_s - self.arrivals[0].arrival_s) / max(1, samples))
         next_sample = self.clock = self.arrivals[0].arrival_s
         while self.finished < total:
@@ -162,23 +162,23 @@ class Engine:
 
     def _start(self, step: StepPlan) -> None:
         for r in step.admitted:
-            trip = self.run_.trips[r.id]  # type: ignore[index]  # ids are positions here
+            trip = self.result.trips[r.id]  # type: ignore[index]  # ids are positions here
             if np.isnan(trip.admitted_s):
                 trip.admitted_s, trip.cached_tokens = self.clock, r.cached
                 self.admitted += 1
                 self.depths += r.cached
         for r in step.preempted:
-            self.run_.trips[r.id].preemptions += 1  # type: ignore[index]
+            self.result.trips[r.id].preemptions += 1  # type: ignore[index]
 
     def _finish(self, step: StepPlan) -> None:
         """Sample, notice first tokens, commit, notice the end."""
         rows = step.handles & ROW_MASK
         for i in np.flatnonzero(step.samples & (step.stop == self._prompt[rows])).tolist():
-            trip = self.run_.trips[self.planner.cache.at(int(step.handles[i])).id]  # type: ignore[index]
+            trip = self.result.trips[self.planner.cache.at(int(step.handles[i])).id]  # type: ignore[index]
             if np.isnan(trip.first_token_s):
                 trip.first_token_s = self.clock
         for r in self.planner.commit(step, self._tokens(len(rows))):
-            self.run_.trips[r.id].finished_s = self.clock  # type: ignore[index]
+            self.result.trips[r.id].finished_s = self.clock  # type: ignore[index]
             self.finished += 1
 
     def _tokens(self, count: int) -> NDArray[np.int64]:

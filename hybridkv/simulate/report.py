@@ -20,7 +20,6 @@ KIND_COLOURS = {
     "live": "#aa3377",
     "window": "#66ccee",
 }
-FREE = "#dddddd"
 
 
 def _pyplot() -> Any:

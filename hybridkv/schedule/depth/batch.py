@@ -28,9 +28,6 @@ class Stage(StrEnum):
     PREEMPT = "preempt"
 
 
-EVENTS = frozenset({Stage.STALL, Stage.RESTORE, Stage.PREEMPT})
-
-
 class Row(NamedTuple):
     """One row of a launch. `serial` tells two lives of one request id apart.
 
