@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ALIGNMENT = 16  # bytes: every piece and part starts at a 128-bit boundary
+SSD_CHUNK = 64  # tokens: a window of Falcon-H1-7B then fits a page of 512 KiB (research note kernels, 5.7)
 DELTA_CHUNK = 16  # tokens: one tile of a matrix instruction, see hybridkv/triton/delta.py
 
 

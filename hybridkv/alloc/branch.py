@@ -64,7 +64,7 @@ def fork(cache: HybridCache, r: Request, request_id: Hashable) -> Forked | Refus
         column[child.row] = column[r.row]
     rows.run(child.handle)
     cache.running += 1
-    cache.growth.set_limit(child)
+    cache.growth.renew(child)
     return Forked(child.handle, cache.growth.plan(child, r.computed, r.computed, tuple(copies)))
 
 
@@ -102,15 +102,14 @@ def truncate(cache: HybridCache, r: Request, tokens: int) -> Truncated | Refused
         r.cached = min(r.cached, target)
         if growth.recurrent and r.source is not None and target == r.source.position:
             t.opened_at[r.row] = target
-    growth.set_limit(r)
+    growth.renew(r)
     return Truncated(tokens, target, growth.plan(r, target, target, tuple(copies)))
 
 
 def _retained(cache: HybridCache, r: Request, position: int) -> int:
     """The deepest position up to `position` whose recurrent state is still held, or -1."""
-    chunk = cache.organization.geometry.chunk_tokens
-    if r.window is not None and position >= max(r.computed // chunk * chunk, r.prompt_tokens):
-        return position  # replay decode: the window holds the inputs since the last fold
+    if cache.growth.rolls_back and position >= cache.growth.fold(r.computed):
+        return position  # replay decode: the window holds the inputs since the last end of a chunk
     if r.source is not None and r.source.position <= position:
         return r.source.position
     return -1

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from hybridkv.alloc.organization import ALIGNMENT, Organization, Placement, Pool, StateKind, round_up
 from hybridkv.errors import UnsupportedError, UsageError
-from hybridkv.geometry import ModelGeometry
+from hybridkv.geometry import ModelGeometry, RecurrentKind
+from hybridkv.geometry.specs import DTYPE_BYTES
+from hybridkv.units import delta_window, ssd_window
 
 BLOCK_TOKENS = (
     512  # the paper's attention block and checkpoint grid; also the attention segment of the kernels
@@ -35,17 +37,18 @@ def members(page_bytes: int, rows: int, row_bytes: int) -> int:
 
 
 def window_bytes(g: ModelGeometry) -> int:
-    """Bytes of one layer's replay window: a chunk's inputs and its two fp32 scalars a head (kernels note 5.1)."""
-    spec = g.recurrent
-    if (
-        spec is None or spec.state_shape is None or spec.kind == "mamba1"
-    ):  # no heads: dt is as wide as the state
+    """Bytes of one layer's replay window: a chunk's inputs (kernels note 5.1); 0 where no op decodes by replay."""
+    spec, itemsize = g.recurrent, DTYPE_BYTES[g.conv_dtype]
+    if spec is None or spec.state_shape is None or len(spec.state_shape) < 3:
         return 0
-    columns = spec.conv_dim
-    if spec.kind == "mamba2":  # only the current token's C is needed
-        heads, head_dim, _ = spec.state_shape
-        columns = heads * head_dim + (spec.conv_dim - heads * head_dim) // 2
-    return g.chunk_tokens * (2 * columns + 8 * g.state_rows)
+    heads, first, second = spec.state_shape
+    if spec.kind is RecurrentKind.MAMBA2:
+        window = ssd_window(g.chunk_tokens, heads, first, spec.groups, second, itemsize)
+    elif spec.kind is RecurrentKind.GATED_DELTA_NET:
+        window = delta_window(spec.groups, first, heads, second, itemsize)
+    else:
+        return 0
+    return window.size * itemsize
 
 
 def _block_tokens(page_bytes: int, kv_bytes: int) -> int:

@@ -107,6 +107,8 @@ class HybridCache:
             raise UnsupportedError(
                 f"decode='replay' needs a window, which {g.name} ({organization.name}) has not"
             )
+        if replay:
+            self.storage.live = ()  # the running state is rounded at every end of a chunk, in the retained dtype (R3)
         self.rows = RowTable(organization.block_tokens)
         self.growth = Growth(self.storage, self.rows, replay=replay)
         self.index = PrefixIndex(
@@ -254,7 +256,8 @@ class HybridCache:
                     refused[i] = answer
         else:
             t.push(rows, stop)
-        return self._checked(ExtendedMany(start, stop, start > t.opened_at[rows], plans, refused))
+        folded = start if self.growth.chunk == 1 else start - start % self.growth.chunk
+        return self._checked(ExtendedMany(start, stop, folded > t.opened_at[rows], plans, refused))
 
     def commit(self, r: Request, computed: int, new_tokens: Sequence[int] | NDArray[Any] = ()) -> None:
         """The oldest step in flight has completed: tokens [0, computed) are written. Publishes what that allows (I7).
@@ -341,7 +344,7 @@ class HybridCache:
                 if self.storage.intact(lost) and self.index.publish(lost.state, lost.key):  # type: ignore[arg-type]
                     self.storage.revive(lost)
         if r.status is Status.RUNNING:
-            self.growth.set_limit(r)
+            self.growth.renew(r)
         self._checked(None)
 
     def preempt(self, r: Request) -> None:
@@ -516,7 +519,7 @@ class HybridCache:
         t.head[r.row] += 1
         t.computed[r.row] = t.planned[r.row] = computed
         self.growth.retreat(r, computed)
-        self.growth.set_limit(r)
+        self.growth.renew(r)
 
     def _append(self, r: Request, added: NDArray[np.int32], *, publishes: bool) -> None:
         """New tokens, hashed where blocks will be published; none where the hash raises."""
@@ -539,7 +542,7 @@ class HybridCache:
             r.published = max(r.published, last // width)
         while r.boundaries and r.boundaries[0].position <= computed:
             self._pass(r, r.boundaries.pop(0))
-        if not self.policy.hold_source and r.source is not None and computed > r.source.position:
+        if not self.policy.hold_source and r.source and self.growth.fold(computed) > r.source.position:
             self.storage.release([r.source])
             r.source = None
         done = int(self.rows.head[r.row])

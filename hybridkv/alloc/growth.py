@@ -28,6 +28,9 @@ class Growth:
         self.attention = bool(storage.attention)
         self.recurrent = storage.organization.geometry.recurrent is not None
         self.shared_planes = False  # until the first alias
+        # replay decode: the recurrent state advances at the ends of chunks only, what follows lies in the window
+        self.chunk = storage.organization.geometry.chunk_tokens if replay else 1
+        self.rolls_back = replay and not storage.organization.geometry.conv_bytes  # a line keeps no history
 
     def wanted(self, r: Request, start: int, stop: int, reserve: int = 0) -> Wanted:
         """What a step over [start, stop) must take, in the order in which `reserve` attaches it.
@@ -44,7 +47,7 @@ class Growth:
             else:
                 ends_open = not kept or kept[-1] < stop
                 checkpoints += ends_open - (r.open is not None)
-            window = int(self.replay and r.window is None and stop > r.prompt_tokens)
+            window = int(self.replay and r.window is None)
         s = self.storage
         return (
             (s.attention, max(0, blocks)),
@@ -118,9 +121,16 @@ class Growth:
                 r.open is not None or r.live is not None
             ) and planned > r.opened_at  # else a step reads elsewhere
             limit = min(limit, r.next_kept(planned) - 1 if running else planned)
-            if self.replay and r.window is None:
-                limit = min(limit, r.prompt_tokens)
         self.rows.limit[r.row] = limit
+
+    def renew(self, r: Request) -> None:
+        """The next step names everything again: what the last plan named is no longer true."""
+        self.set_limit(r)
+        self.rows.limit[r.row] = min(int(self.rows.limit[r.row]), r.planned)
+
+    def fold(self, position: int) -> int:
+        """What the recurrent state at `position` has absorbed."""
+        return position - position % self.chunk
 
     def plan(self, r: Request, start: int, stop: int, copies: tuple[Copy, ...] = ()) -> Plan:
         """What the newest step of `r` reads and writes."""
@@ -132,12 +142,12 @@ class Growth:
         writes = tuple(Write(b.position, b) for b in r.boundaries if start < b.position <= stop)
         running = r.live or r.open
         if self.storage.live:
-            source = running if start > r.opened_at else r.source
+            source = line = running if start > r.opened_at else r.source
             destination = running
         else:
-            source = self.state_at(r, start)
+            source, line = self.state_at(r, self.fold(start)), self.state_at(r, start)
             destination = writes[-1].state if writes and writes[-1].position == stop else running
-        return Plan(r.handle, start, stop, table, source, destination, writes, r.window, copies)
+        return Plan(r.handle, start, stop, table, source, line, destination, writes, r.window, copies)
 
     def state_at(self, r: Request, position: int) -> Checkpoint | None:
         """The checkpoint that holds, or will hold, the state at `position`; None for the zeros at the start."""

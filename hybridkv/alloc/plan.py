@@ -32,10 +32,14 @@ class Plan(NamedTuple):
     """What one request's share of a step reads and writes. The step computes tokens [start, stop).
 
     `attention`: unit of every block that is reserved, those of [0, stop) and perhaps more, int32 `[groups, blocks]`; a
-    view that later calls may extend. `source`: the state at `start`; None is absent, which means zeros. `destination`:
-    where the state at `stop` goes; the same object as `source` when a step works in place. `writes`: boundaries kept
-    on the way, in order; the last one is the destination when `stop` is itself kept. `window`: units of the replay
-    window, None without one. `copies`: to be executed first, of a fork or a truncation at once.
+    view that later calls may extend. `source`: the recurrent state at `start`; None is absent, which means zeros.
+    `line`: where the convolution state at `start` is; the same object, but for replay decode. `destination`: where the
+    states at `stop` go; the same object as `source` when a step works in place. `writes`: boundaries kept on the way,
+    in order; the last one is the destination when `stop` is itself kept. `window`: units of the replay window, None
+    without one. `copies`: to be executed first, of a fork or a truncation at once.
+
+    With replay decode the recurrent state at a position is that at the last end of a chunk; the window holds the inputs
+    behind it. A step that ends no chunk writes no recurrent state, and the next one reads the same `source`.
 
     A step that counts only in part (`HybridCache.commit` below its end) leaves its running state where `home` says.
     """
@@ -45,10 +49,15 @@ class Plan(NamedTuple):
     stop: int
     attention: NDArray[np.int32]
     source: State | None = None
+    line: State | None = None
     destination: State | None = None
     writes: tuple[Write, ...] = ()
     window: State | None = None
     copies: tuple[Copy, ...] = ()
+
+    def left(self) -> State | None:
+        """Where the recurrent state at the last end of a chunk is after the step, unless that is in `destination`."""
+        return self.writes[-1].state if self.writes else self.source
 
     def home(self, computed: int) -> State | None:
         """Where the state at `computed`, in (start, stop], belongs.
@@ -90,8 +99,9 @@ class ExtendedMany(NamedTuple):
     """Room for one step of many requests, in the order given.
 
     `start`, `stop`: token spans, int64 `[rows]`. `in_place`: the running state is both source and destination, bool
-    `[rows]`. `plans`: by row, only where the tables changed or the state is read elsewhere; every other row computes
-    on what its last plan named. `refused`: by row; those rows were left unchanged and must not run.
+    `[rows]`. `plans`: by row, only where the tables changed or a state is read elsewhere; every other row computes on
+    what its last plan named, its convolution state in place. Not in place, its recurrent state is read where the last
+    plan left it (`Plan.left`): a row of replay decode whose first chunk has not ended. `refused`: by row; those rows were left unchanged and must not run.
     """
 
     start: Positions

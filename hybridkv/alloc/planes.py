@@ -147,6 +147,7 @@ def alias(cache: HybridCache, r: Request, block: int, depth: int) -> Plan:
         cache.growth.shared_planes = True
         cache.storage.gains += 1
         cache.storage.by_kind[ATTENTION].release(freed.ravel())
+    cache.growth.renew(r)
     return cache.growth.plan(r, r.computed, r.computed)
 
 

@@ -90,6 +90,12 @@ class RowTable:
             raise UsageError(f"handles must name each request once, got {handles.tolist()}")
         return rows
 
+    def running(self, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which handles name running requests; any number is asked for, also one that never was a handle."""
+        rows = handles & ROW_MASK
+        known = rows < len(self.handle)
+        return known & (self.handle[np.where(known, rows, 0)] == handles) & (handles >= 0)
+
     def push(self, rows: Rows, stop: NDArray[np.int64]) -> None:
         """One more step in flight for each row."""
         tail = self.tail[rows]

@@ -13,6 +13,7 @@ from hybridkv.geometry.checks import one_of, refuse
 from hybridkv.geometry.config_fields import Fields
 from hybridkv.geometry.families import FAMILIES
 from hybridkv.geometry.model import ModelGeometry
+from hybridkv.geometry.specs import chunk_tokens
 
 if TYPE_CHECKING:
     from hybridkv.geometry.specs import RecurrentSpec
@@ -72,4 +73,5 @@ def from_config(
         recurrent=parts.recurrent,
         loop=parts.loop,
         live_state_dtype=_live_dtype(fields, parts.recurrent),
+        chunk_tokens=chunk_tokens(parts.recurrent),
     ).replace(**overrides)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridkv.errors import UsageError
 from hybridkv.geometry.model import ModelGeometry
-from hybridkv.geometry.specs import AttentionSpec, LoopSpec, RecurrentKind, RecurrentSpec
+from hybridkv.geometry.specs import AttentionSpec, LoopSpec, RecurrentKind, RecurrentSpec, chunk_tokens
 
 Attention = tuple[int, int, int, int]
 Recurrent = tuple[str, int, tuple[int, ...], int, int]
@@ -95,11 +95,13 @@ def preset(name: str) -> ModelGeometry:
             f"preset must be the name of a published model, got {name!r}; {hint}"
             "ModelGeometry.preset_names() lists all"
         )
+    recurrent = row.recurrent and _recurrent(row.recurrent)
     return ModelGeometry(
         name=name,
         layers=row.layers,
         attention=row.attention and _attention(row.attention),
-        recurrent=row.recurrent and _recurrent(row.recurrent),
+        recurrent=recurrent,
         loop=row.loop and _loop(row.loop),
         live_state_dtype=row.live_state_dtype,
+        chunk_tokens=chunk_tokens(recurrent),
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.errors import UnsupportedError
 from hybridkv.geometry.checks import refuse, resolve, size, sizes
+from hybridkv.units import DELTA_CHUNK, SSD_CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,6 +54,11 @@ _SECTIONS: Mapping[RecurrentKind, tuple[tuple[str, bool], ...]] = {
     RecurrentKind.KIMI_DELTA_ATTENTION: (("query", False), ("key", False), ("value", False)),
     RecurrentKind.SHORT_CONV: (("x", False),),
 }
+
+
+def chunk_tokens(spec: RecurrentSpec | None) -> int:
+    """Distance of the points where our kernels round the carried state; the model's own chunk may be another."""
+    return DELTA_CHUNK if spec is not None and spec.kind is RecurrentKind.GATED_DELTA_NET else SSD_CHUNK
 
 
 def conv_sections(

@@ -56,7 +56,8 @@ class Step(NamedTuple):
 
     `before` runs first. `tables`: for every attention group the unit of each block of [0, stop). `source`: the state
     at `start`, None for zeros; `destination`: where the state at `stop` goes; `writes`: boundaries kept on the way,
-    in order. `window`: inputs since the last fold, for replay decode.
+    in order. `window`: inputs since the last end of a chunk, for replay decode: there parts of kind `conv` are those at
+    `start` and `stop`, all others those at the last end of a chunk, and a step that ends none writes none.
     """
 
     start: int

@@ -41,6 +41,7 @@ class Live:
     steps: list[Step] = field(default_factory=list)
     fresh: list[set[Place]] = field(default_factory=list)
     home: State | None = None  # where the state at `computed` is
+    target: State | None = None  # where the last step left the running state
     window: State | None = None
     tables: tuple[tuple[Place, ...], ...] = ()
     origin: str = ""  # the rule that a wrong content speaks for after a fork, a resume, a truncation

@@ -65,11 +65,11 @@ class Judging(Running):
                     got == want, live.origin or "HK-B1", f"position {p} holds {got} at {place}, not {want}"
                 )
         if self.capabilities.grid_tokens and live.computed:
-            self._expect(live.home is not None, live.origin or "HK-B3", f"no state at {live.computed}")
-            fold = self._fold(live, live.computed)
+            fold = self._fold(live.computed)
+            self._expect(live.home or not fold, live.origin or "HK-B3", f"no state at {live.computed}")
             for part, place in live.home or ():
                 got = self.ghost.read(place)
-                want = Meaning(part, live.namespace, live.marks[:fold])
+                want = Meaning(part, live.namespace, live.marks[: self._absorbed(part, live.computed)])
                 same = got is not None and (got.namespace, got.tokens) == want[1:] and got.part == part
                 self._expect(
                     same, live.origin or "HK-B3", f"the state at {live.computed} holds {got}, not {want}"

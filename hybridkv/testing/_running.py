@@ -18,6 +18,17 @@ from hybridkv.testing._bench import DECODED, ZERO, Bench, Live
 from hybridkv.testing._ghost import Meaning
 
 
+CONV = "conv"
+
+
+def _recurrent(state: State | None) -> State:
+    return tuple(item for item in state or () if item[0].kind != CONV)
+
+
+def _lines(state: State | None) -> State:
+    return tuple(item for item in state or () if item[0].kind == CONV)
+
+
 class Running(Bench):
     """A bench on which plans run."""
 
@@ -54,7 +65,8 @@ class Running(Bench):
         live.steps.pop(0)
         live.fresh.pop(0)
         live.tokens += new
-        live.home, live.window, live.tables = self._home(step, computed), step.window, step.tables
+        live.home, live.target = self._home(step, computed), step.destination
+        live.window, live.tables = step.window, step.tables
         unit = c.grid_tokens or c.block_tokens
         last = computed if c.decode_published else min(computed, live.prompt)
         for b in range((live.computed // unit + 1) * unit, last + 1, unit):
@@ -64,37 +76,46 @@ class Running(Bench):
             self._broken("HK-A0", "a short commit was accepted with later steps in flight")
 
     def _home(self, step: Step, computed: int) -> State | None:
-        """Where the state at `computed` went: into the first write not before it, else the destination.
+        """Where the state at `computed` is: where it went, or where it was read if no end of a chunk was passed."""
+        moved = self._fold(computed) > self._fold(step.start)
+        recurrent = self._target(step, self._fold(computed)) if moved else step.source
+        lines = self._target(step, computed)
+        return _recurrent(recurrent) + _lines(lines) or None
+
+    def _target(self, step: Step, position: int) -> State | None:
+        """Where the state at `position` goes: into the first write not before it, else the destination.
 
         A running state of its own is always the destination; what is written at boundaries are copies of it.
         """
         if self.capabilities.live:
             return step.destination
-        return next((state for position, state in step.writes if position >= computed), step.destination)
+        return next((state for p, state in step.writes if p >= position), step.destination)
 
     def _mark(self, live: Live, position: int, token: int) -> int:
         own = not self.capabilities.decode_published and position >= live.prompt
         return token + DECODED if own else token
 
-    def _fold(self, live: Live, position: int) -> int:
-        """What a state at `position` has absorbed: replay decode advances it at chunk ends only."""
-        if not self.capabilities.replay or position <= live.prompt:
-            return position
-        chunk = self.capabilities.chunk_tokens
-        return max(position // chunk * chunk, live.prompt)
+    def _fold(self, position: int) -> int:
+        """What a recurrent state at `position` has absorbed: replay decode advances it at chunk ends only."""
+        return position - position % self.capabilities.chunk_tokens if self.capabilities.replay else position
+
+    def _absorbed(self, part: Part, position: int) -> int:
+        return position if part.kind == CONV else self._fold(position)
 
     def _read_state(self, live: Live, step: Step) -> None:
         if not self.capabilities.grid_tokens:
             return
-        fold = self._fold(live, step.start)
-        if step.source is None:
-            self._expect(step.start == 0, "HK-B5", f"a step from {step.start} reads no state")
-            return
-        for part, place in step.source:
+        fold = self._fold(step.start)
+        kinds = {line.kind for line in self.capabilities.checkpoint}
+        needed = (fold and kinds - {CONV} and not _recurrent(step.source)) or (
+            step.start and CONV in kinds and not _lines(step.source)
+        )
+        self._expect(not needed, "HK-B5", f"a step from {step.start} reads no state")
+        for part, place in step.source or ():
             got = self.ghost.read(place)
-            want = live.marks[:fold]
-            rule = "HK-B5" if got is None else "HK-D3" if step.start == 0 else "HK-B3"
-            ok = got == (Meaning(part, live.namespace, want) if step.start else ZERO)
+            want = live.marks[: self._absorbed(part, step.start)]
+            rule = "HK-B5" if got is None else "HK-B3" if want else "HK-D3"
+            ok = got == (Meaning(part, live.namespace, want) if want else ZERO)
             self._expect(
                 ok, rule, f"a step from {step.start} reads {part} at {place} and finds {got}, not {want}"
             )
@@ -131,22 +152,22 @@ class Running(Bench):
         relied = self._relied(live)
         if not self.capabilities.grid_tokens:
             return
-        home = self._home(step, computed)
-        self._expect(home is not None, "HK-D5", f"a step to {computed} has no destination")
+        target, fold = self._target(step, computed), self._fold(computed)
+        self._expect(target is not None, "HK-D5", f"a step to {computed} has no destination")
         chunk = self.capabilities.chunk_tokens
         for part, place in step.window or ():
-            for p in range(max(step.start, live.prompt), computed):
+            for p in range(step.start, computed):
                 self.ghost.write(place, Meaning(part, live.namespace, marks[: p + 1]), p % chunk)
-        kept = [(position, state) for position, state in step.writes if position <= computed]
-        end = [(self._fold(live, computed), home)] if home is not None else []
-        if not end and not kept:
-            return
-        if self._fold(live, computed) < computed and self.capabilities.replay:
-            self._expect(
-                step.window is not None, "HK-B5", f"a step to {computed} has no window for its inputs"
-            )
-        for position, state in [*kept, *end]:
-            for part, place in state or ():
+        self._expect(
+            fold == computed or step.window is not None,
+            "HK-B5",
+            f"a step to {computed} has no window for its inputs",
+        )
+        moved = fold > self._fold(step.start)
+        written = [(position, state) for position, state in step.writes if position <= computed]
+        written += [(fold, _recurrent(self._target(step, fold)) if moved else ()), (computed, _lines(target))]
+        for position, state in written:
+            for part, place in state:
                 self._expect(place not in relied, "HK-D2", f"a step writes {place}, which others rely on")
                 self.ghost.write(place, Meaning(part, live.namespace, marks[:position]))
 

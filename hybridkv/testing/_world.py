@@ -202,7 +202,7 @@ class World(Judging):
                 self.events.append("refused")
                 continue
             stop = live.planned + 1
-            same = Step(live.planned, stop, live.tables, live.home, live.home, (), live.window)
+            same = Step(live.planned, stop, live.tables, live.home, live.target, (), live.window)
             live.steps.append(same if answer is None else answer)
             live.fresh.append(self._fresh(live.steps[-1], view.places()))
             self.check_plan(live.steps[-1], stop)
@@ -277,7 +277,7 @@ class World(Judging):
         if inside is None:
             return None
         lives = tuple(
-            (r.namespace, r.tokens, r.marks, r.prompt, r.computed, tuple(r.steps), r.home, r.origin)
+            (r.namespace, r.tokens, r.marks, r.prompt, r.computed, tuple(r.steps), r.home, r.target, r.origin)
             for r in self.live
         )
         return self.ghost.key(), lives, tuple(p for _, p in self.leases), inside

@@ -257,12 +257,19 @@ class CacheAdapter:
             plan.start,
             plan.stop,
             tuple(tuple(self._place(ATTENTION, u) for u in row) for row in plan.attention.tolist()),
-            None if plan.source is None else self._state(plan.source),
+            self._source(plan),
             None if plan.destination is None else self._state(plan.destination),
             tuple((w.position, self._state(w.state)) for w in plan.writes),
             None if plan.window is None else self._state(plan.window),
             tuple(before),
         )
+
+    def _source(self, plan: answers.Plan) -> State | None:
+        """The recurrent state, and the convolution state, which with replay decode may lie in another one."""
+        recurrent, line = (self._state(s) if s is not None else () for s in (plan.source, plan.line))
+        conv = StateKind.CONV.value
+        merged = (*(x for x in recurrent if x[0].kind != conv), *(x for x in line if x[0].kind == conv))
+        return merged or None
 
     def _published(self, state: AttentionBlock | Checkpoint | CacheState) -> Published:
         namespace, tokens = self._names[state.key]
@@ -307,7 +314,8 @@ class CacheAdapter:
 
     def _request_key(self, r: Request) -> Hashable:
         rows, row = self.cache.rows, r.row
-        numbers = tuple(int(c[row]) for c in (rows.computed, rows.planned, rows.opened_at, rows.limit))
+        # not `limit`: it follows from the rest, or is lower, so that the next step names everything again
+        numbers = tuple(int(c[row]) for c in (rows.computed, rows.planned, rows.opened_at))
         states = (r.source, r.open, r.live, r.window, *r.boundaries)
         return (
             r.status is Status.RUNNING,

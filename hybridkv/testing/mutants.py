@@ -99,7 +99,12 @@ def _pools(cache: HybridCache) -> list[Any]:
 
 
 def _replan(cache: HybridCache, change: Callable[[Request, Plan], Plan]) -> None:
-    _around(cache.growth, "plan", lambda plan, r, *a: change(r, plan(r, *a)))
+    def plan(original: Any, r: Request, *a: Any) -> Plan:
+        made = original(r, *a)
+        changed = change(r, made)
+        return changed._replace(line=changed.source) if made.line is made.source else changed
+
+    _around(cache.growth, "plan", plan)
 
 
 # ------------------------------------------------------------------------------------------------- A ownership
