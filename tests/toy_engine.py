@@ -64,7 +64,7 @@ def toy_organization(
         WINDOW: Placement(pool=states, payload_bytes=window_bytes(g), pages=1),
     }
     if g.live_ssm_bytes != ssm:
-        places[LIVE] = Placement(pool=states, payload_bytes=g.live_ssm_bytes, pages=2 * members)
+        places[LIVE] = Placement(pool=states, payload_bytes=g.live_ssm_bytes, pages=max(2, members))
     pools = (Pool(name="shared", page_bytes=page),)
     if name == "d0":
         half = Fraction(1, 2)

@@ -36,7 +36,7 @@ from hybridkv.alloc.plan import (
     Truncated,
 )
 from hybridkv.alloc.policy.admission import exact_fraction, headroom_pages
-from hybridkv.alloc.policy.placement import NEVER, Placement, resolve_placement
+from hybridkv.alloc.policy.placement import NEVER, Kept, Placement, resolve_placement
 from hybridkv.alloc.prefix import Blake2b, Found, Match, PrefixIndex, TokenHash, root_key
 from hybridkv.alloc.requests import Request, Status
 from hybridkv.alloc.rows import IN_FLIGHT, ROW_MASK, Rows, RowTable, as_tokens
@@ -164,6 +164,11 @@ class HybridCache:
         self._alive(r)
         return self._find(r).match
 
+    def cached(self, r: Request) -> Found:
+        """The states behind `match`. Changes nothing, holds nothing: `lease` what is to be read."""
+        self._alive(r)
+        return self._find(r)
+
     def attention_reach(self, r: Request) -> int:
         """Tokens of the longest cached attention prefix, which may end between two boundaries. Changes nothing."""
         self._alive(r)
@@ -186,6 +191,7 @@ class HybridCache:
         budget: int | None = None,
         reserve: int = 0,
         cut: bool = False,
+        arriving: bool = False,
     ) -> Admitted | Refused:
         """Start a waiting request: take references on its hit, reserve room for [cached, stop).
 
@@ -193,24 +199,35 @@ class HybridCache:
         it at the first kept boundary. A hit never reaches `upto` and leaves a token to compute. `reserve`: take the
         attention blocks of that many tokens at once, and refuse unless the states up to there could be had too. A hit
         that is too dear falls back to a shallower one.
+
+        `arriving`: the states of this step come from outside (a host copy, a dump), those at boundary `upto` only.
         """
         self._expect(r, Status.WAITING)
         length = r.length
         upto = length if upto is None else upto
         if not 0 < upto <= length:
             raise UsageError(f"upto must be in 1..{length} (tokens known), got {upto}")
-        if budget is not None and budget < 1:
-            raise UsageError(f"budget must be at least 1, got {budget}")
+        if budget is not None and (budget < 1 or arriving):
+            raise UsageError(
+                f"budget must be {'None for what arrives' if arriving else 'at least 1'}, got {budget}"
+            )
+        unit = self.organization.grid_tokens if self.growth.recurrent else self.organization.block_tokens
+        if arriving and upto % unit:
+            raise UsageError(f"upto must be a boundary (a multiple of {unit}) for what arrives, got {upto}")
         found = self._find(r)
         headroom = self._headroom if self.running else None
         refused: Refused | None = None
         for depth in self._depths(found, upto):
             stop = self._begin(r, found, depth, upto, budget, cut=cut)
+            if arriving:
+                r.kept = Kept(r.kept.step, (*(s for s in r.kept.single if s != upto), upto), since=upto)
             wanted = self.growth.wanted(r, depth, stop, reserve)
             refused = self.storage.shortage((*wanted, *self.growth.coming(r, depth, stop, reserve)), headroom)
             if refused is None:
                 plan = self.growth.reserve(r, depth, stop, wanted, admitted=True)
                 self._admitted(r, found, depth)
+                if arriving and self.storage.live:
+                    self.rows.opened_at[r.row] = upto  # the next step starts from the checkpoint
                 return self._checked(Admitted(depth, plan))
             self._unpin(r)
         assert refused is not None

@@ -20,6 +20,7 @@ from hybridkv.units import piece_elements
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from hybridkv.alloc.checkpoint import State
@@ -211,4 +212,7 @@ class Arena:
         return ids.reshape(-1, ids.shape[-1])
 
     def _table(self, kind: StateKind, ids: NDArray[np.int32]) -> Tensor:
-        return torch.from_numpy(self.entries(kind, ids)).to(self.device)
+        table = torch.from_numpy(self.entries(kind, ids))
+        if self.device.type == "cuda":  # from pageable memory the host would wait for the stream
+            table = table.pin_memory()
+        return table.to(self.device, non_blocking=True)

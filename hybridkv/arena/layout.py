@@ -88,7 +88,26 @@ class ArenaLayout(NamedTuple):
         pools = {name: _pool(organization, name, pages[name], order, red_zone) for name in names}
         places = organization.placements
         units = {kind: _units(organization, place, pools[place.pool]) for kind, place in places.items()}
+        for kind in (StateKind.SSM, StateKind.LIVE):
+            if kind in units:
+                _check_rows(organization, kind, units[kind])
         return cls(organization, order, pools, units)
+
+
+def _check_rows(organization: Organization, kind: StateKind, units: Units) -> None:
+    """A state is dealt to its members in equal numbers of rows; none may be left over, and a share must fit."""
+    g = organization.geometry
+    rows, size = g.state_rows, g.live_state_row_bytes if kind is StateKind.LIVE else g.state_row_bytes
+    share = -(-rows // units.members)
+    if -(-rows // share) != units.members:
+        raise UsageError(
+            f"members of {kind.value!r} must be {-(-rows // share)} for {rows} rows of {share} to a member, "
+            f"got {units.members}"
+        )
+    tails = [p.offset for p in organization.placements.values() if p.within is kind]
+    room = min([units.slot_bytes, *tails]) - units.offset
+    if share * size > room:
+        raise UsageError(f"{share} rows of {size} bytes must fit a member of {kind.value!r}, got {room} bytes")
 
 
 def _slots(organization: Organization, pool: str) -> list[int]:

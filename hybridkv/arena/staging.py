@@ -56,7 +56,7 @@ class Staging:
     def send(self, table: Tensor, where: NDArray[np.int64], what: NDArray[np.int32]) -> dict[str, Tensor]:
         """Copy the sections, and write `what` at flat positions `where` of `table`. Device views of the sections."""
         at = length(self._shapes)
-        first = self.updates if len(where) > self.updates else len(where)
+        first = min(len(where), self.updates)
         self._copy(at, table, where[:first], what[:first])
         for more in range(first, len(where), self.updates):
             self._wait()

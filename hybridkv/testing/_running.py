@@ -17,7 +17,6 @@ from hybridkv.testing._adapter import (
 from hybridkv.testing._bench import DECODED, ZERO, Bench, Live
 from hybridkv.testing._ghost import Meaning
 
-
 CONV = "conv"
 
 

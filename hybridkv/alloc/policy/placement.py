@@ -16,13 +16,15 @@ NEVER = 1 << 62  # a position that no request reaches
 
 
 class Kept(NamedTuple):
-    """The boundaries one request keeps: multiples of `step` (0: none), and `single` ones, sorted."""
+    """The boundaries one request keeps: multiples of `step` (0: none), and `single` ones, sorted; none before `since`."""
 
     step: int
     single: tuple[int, ...] = ()
+    since: int = 0
 
     def after(self, position: int) -> int:
         """The first kept boundary behind `position`, or `NEVER`."""
+        position = max(position, self.since - 1)
         ahead = (position // self.step + 1) * self.step if self.step else NEVER
         return min([ahead, *(s for s in self.single if s > position)])
 

@@ -1,0 +1,88 @@
+"""What a checkpoint is, whatever organization holds it: keys, values, recurrent and convolution states by layer.
+
+The same bytes go into any organization of the same geometry. Does not know files, hosts or requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridkv.alloc.organization import StateKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hybridkv.alloc.checkpoint import State
+    from hybridkv.arena.arena import Arena
+
+    Units = NDArray[np.int32]
+    Payload = dict[str, Tensor]
+
+# axes of what a payload holds; a layer counts among those that hold the kind, planes of a loop included
+AXES = {
+    "key": "layers, tokens, kv_heads, key_dim",
+    "value": "layers, tokens, kv_heads, value_dim",
+    "ssm": "layers, rows, ...",
+    "conv": "layers, columns, channels",
+}
+
+
+def read_blocks(arena: Arena, units: Units, impl: str = "") -> Payload:
+    """Keys and values of attention blocks, `units` int32 `[groups, blocks]`: `[layers, tokens, kv_heads, dim]` each."""
+    spec, width = arena.organization.geometry.attention, arena.organization.block_tokens
+    assert spec is not None
+    groups, count = units.shape
+    raw = arena.read(
+        StateKind.ATTENTION, units[..., None], impl=impl
+    )  # [layers of a group, groups * blocks, elements]
+    split = width * spec.kv_heads * spec.key_dim
+    made: Payload = {}
+    for name, part, dim in (
+        ("key", raw[..., :split], spec.key_dim),
+        ("value", raw[..., split:], spec.value_dim),
+    ):
+        by_layer = part.unflatten(1, (groups, count)).transpose(0, 1).flatten(0, 1)
+        made[name] = by_layer.reshape(len(by_layer), count * width, spec.kv_heads, dim).contiguous()
+    return made
+
+
+def write_blocks(arena: Arena, units: Units, payload: Payload, impl: str = "") -> None:
+    """The inverse of `read_blocks`."""
+    groups, count = units.shape
+    values = (payload[name].to(arena.device, non_blocking=True) for name in ("key", "value"))
+    parts = [v.unflatten(1, (count, -1)).flatten(2) for v in values]
+    by_layer = torch.cat(parts, 2).unflatten(0, (groups, -1)).transpose(0, 1)
+    arena.write(StateKind.ATTENTION, units[..., None], by_layer.flatten(1, 2), impl)
+
+
+def read_state(arena: Arena, state: State, impl: str = "") -> Payload:
+    """Recurrent and convolution state of a checkpoint, one row for each layer."""
+    made: Payload = {}
+    for name, kind, ids, shape in _parts(arena, state):
+        raw = arena.read(kind, ids, impl=impl)
+        made[name] = raw.transpose(0, 1).flatten(0, 1).unflatten(1, shape).contiguous()
+    return made
+
+
+def write_state(arena: Arena, state: State, payload: Payload, impl: str = "") -> None:
+    """The inverse of `read_state`."""
+    for name, kind, ids, _ in _parts(arena, state):
+        values = payload[name].to(arena.device, non_blocking=True)
+        by_layer = values.flatten(1).unflatten(0, (len(ids), -1)).transpose(0, 1)
+        arena.write(kind, ids, by_layer.contiguous(), impl)
+
+
+def _parts(arena: Arena, state: State) -> list[tuple[str, StateKind, Units, tuple[int, ...]]]:
+    """Name, kind, unit ids and shape of one layer, for what the state really holds."""
+    g, places = arena.organization.geometry, arena.organization.placements
+    assert g.recurrent is not None
+    found: list[tuple[str, StateKind, Units, tuple[int, ...]]] = []
+    shapes = {StateKind.SSM: g.recurrent.state_shape or (), StateKind.CONV: (-1, g.recurrent.conv_dim)}
+    for kind, shape in shapes.items():
+        if (place := places.get(kind)) is not None:
+            found.append((kind.value, kind, state.units[place.within or kind], shape))
+    return found
