@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # a kernel's decorator looks at it
+for name in (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+):  # operands are tiny, and workers run beside each other
+    os.environ.setdefault(name, "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

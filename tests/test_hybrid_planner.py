@@ -327,3 +327,30 @@ def test_wrong_use_is_refused_and_changes_nothing(call, message):
         call(planner)
     assert len(planner.waiting) + len(planner.running) == waiting
     planner.cache.audit()
+
+
+@pytest.mark.parametrize("decode", ["replay", "update_shared"])
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("name", ORGANIZATIONS)
+def test_what_fits_runs_to_its_end(name, cut, decode):
+    """F1, I11: in the smallest pools that `fits` accepts a lone request ends, whatever the budget; smaller are refused."""
+    o = tiny_organization(
+        name, block_tokens=2, grid_tokens=4, members=2, slots=2, chunk_tokens=2, window=True
+    )
+    policy, tokens = CachePolicy(decode=decode), np.arange(21) % 5
+
+    def pools(pages: int) -> HybridCache:
+        return HybridCache(o, pages={p.name: pages for p in o.pools}, policy=policy, check=3)
+
+    smallest = next(pages for pages in range(1, 60) if pools(pages).fits(31) is None)
+    with pytest.raises(OutOfMemory, match="must fit the pools"):
+        HybridPlanner(pools(smallest - 1)).submit("r", tokens, 10)
+    for budget in (1, 3, 9, 64):
+        planner = HybridPlanner(pools(smallest), HybridConfig(token_budget=budget, cut_at_boundaries=cut))
+        planner.submit("r", tokens, 10)
+        steps = 0
+        while planner.running or planner.waiting:
+            step = planner.plan()
+            planner.commit(step, np.zeros(len(step.handles), np.int64))
+            steps += 1
+            assert steps < 200, "plans for ever"

@@ -148,6 +148,7 @@ class ToyEngine:
         )
         self.served: dict[object, Served] = {}
         self.hits: dict[object, int] = {}
+        self.idle = 0  # empty steps in a row: a step that preempts everybody is one
 
     def submit(self, name: object, tokens: list[int], new: int) -> None:
         self.planner.submit(name, tokens, new)
@@ -161,6 +162,11 @@ class ToyEngine:
 
     def step(self) -> None:
         step = self.planner.plan()
+        if not len(step.handles):
+            self.idle += 1
+            assert self.idle < 4, "nothing runs any more"
+            return
+        self.idle = 0
         requests = [self.cache.at(int(h)) for h in step.handles]
         for r in step.admitted:
             self.hits.setdefault(r.id, r.cached)

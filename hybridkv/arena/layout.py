@@ -107,7 +107,9 @@ def _check_rows(organization: Organization, kind: StateKind, units: Units) -> No
     tails = [p.offset for p in organization.placements.values() if p.within is kind]
     room = min([units.slot_bytes, *tails]) - units.offset
     if share * size > room:
-        raise UsageError(f"{share} rows of {size} bytes must fit a member of {kind.value!r}, got {room} bytes")
+        raise UsageError(
+            f"{share} rows of {size} bytes must fit a member of {kind.value!r}, got {room} bytes"
+        )
 
 
 def _slots(organization: Organization, pool: str) -> list[int]:

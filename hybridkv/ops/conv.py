@@ -21,7 +21,7 @@ from hybridkv.ops._validate import (
     require,
     support,
 )
-from hybridkv.ops.state import check_activation, check_aligned_inputs, check_starts
+from hybridkv.ops.state import check_activation, check_aligned_inputs, check_starts, lone
 from hybridkv.units import piece_elements
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def conv_update(
         activation: apply SiLU.
         impl: "reference" or "triton"; empty for the device's own.
     """
+    x, out = lone(x, out)
     pieces = _check_shapes(lines, line_src, x, weight, bias, out, granule)
     check_table("line_src", line_src, (len(x), pieces), lines.device)
     check_table("line_dst", line_dst, (len(x), pieces), lines.device)
@@ -165,6 +166,7 @@ def conv_prefill(
         activation: apply SiLU.
         impl: "reference" or "triton"; empty for the device's own.
     """
+    x, out = lone(x, out)
     pieces = _check_shapes(lines, line_src, x, weight, bias, out, granule)
     rows = len(line_src)
     check_table("line_dst", line_dst, (rows, None, pieces), lines.device)

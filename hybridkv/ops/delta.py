@@ -23,6 +23,7 @@ from hybridkv.ops.state import (
     check_spans,
     check_starts,
     check_windows,
+    lone,
 )
 from hybridkv.units import DELTA_CHUNK, delta_window
 
@@ -127,6 +128,7 @@ def delta_update(
         scale: of the output.
         impl: "reference" or "triton"; empty for the device's own.
     """
+    q, k, v, out = lone(q, k, v, out)
     _check_layer(pool, src_members, q, k, v, a, b, A, bias, out, granule, heads_per_member)
     check_table("src_members", src_members, (len(k), None), pool.device)
     check_table("dst_members", dst_members, tuple(src_members.shape), pool.device)
@@ -191,6 +193,7 @@ def delta_rule(
         max_tokens: at least the tokens of the longest row; fixes the grid.
         impl: "reference" or "triton"; empty for the device's own.
     """
+    q, k, v, out = lone(q, k, v, out)
     _check_layer(pool, src_members, q, k, v, a, b, A, bias, out, granule, heads_per_member)
     check_table("windows", windows, (len(src_members),), pool.device)
     check_spans(windows, starts, positions, boundaries, src_members.shape[1], DELTA_CHUNK, max_tokens)

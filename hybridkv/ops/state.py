@@ -42,6 +42,16 @@ STRIDE = (
 )
 
 
+def lone(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of one token, as a slice of a wider one has them: any stride between tokens means the same."""
+    return tuple(
+        t.as_strided(t.shape, (-(-t.stride(0) // STRIDE) * STRIDE, *t.stride()[1:]))
+        if t.dim() > 1 and t.shape[0] <= 1 and t.stride(0) % STRIDE
+        else t
+        for t in tensors
+    )
+
+
 def check_activation(name: str, tensor: Tensor) -> None:
     """Check that tokens lie `STRIDE` elements apart, and that what a token has lies packed."""
     require(tensor.stride(0) % STRIDE == 0, f"{name}.stride(0)", f"a multiple of {STRIDE}", tensor.stride(0))
@@ -241,6 +251,7 @@ def state_update(
         heads_per_member: heads that a member page holds.
         impl: "reference" or "triton"; empty for the device's own.
     """
+    x, B, C, out = lone(x, B, C, out)
     _check_layer(pool, src_members, x, dt, A, B, C, D, bias, out, granule, heads_per_member)
     check_table("src_members", src_members, (len(x), None), pool.device)
     check_table("dst_members", dst_members, tuple(src_members.shape), pool.device)
@@ -305,6 +316,7 @@ def ssd(
         max_tokens: at least the tokens of the longest row; fixes the grid.
         impl: "reference" or "triton"; empty for the device's own.
     """
+    x, B, C, out = lone(x, B, C, out)
     _check_layer(pool, src_members, x, dt, A, B, C, D, bias, out, granule, heads_per_member)
     support(chunk in (16, 32, 64, 128), "chunk", "16, 32, 64 or 128", chunk)
     check_table("windows", windows, (len(src_members),), pool.device)

@@ -216,7 +216,12 @@ class HybridPlanner:
         return _Part(handles, got.start, got.stop, got.in_place, got.plans, got.refused)
 
     def _make_fit(self, part: _Part, parts: list[_Part], preempted: list[Request]) -> None:
-        """Preempt the youngest until every row of `part` that still runs has its storage."""
+        """Preempt the youngest until every row of `part` that still runs has its storage.
+
+        A row that asks for several states at once is first cut at its next kept boundary, where one does: else a lone
+        request could be refused for ever (F1).
+        """
+        self._shorten(part)
         while part.refused:
             victim = self.running.pop()
             self._handles = None
@@ -232,6 +237,14 @@ class HybridPlanner:
                 part.plans[i] = answer.plan
                 del part.refused[i]
 
+    def _shorten(self, part: _Part) -> None:
+        for i in list(part.refused):
+            r = self._by_handle(int(part.handles[i]))
+            end = r.next_kept(int(part.start[i]))
+            if end < int(part.stop[i]) and not isinstance(answer := self.cache.extend(r, end), Refused):
+                part.stop[i], part.plans[i] = end, answer.plan
+                del part.refused[i]
+
     def _admit(self, left: int) -> tuple[list[tuple[Request, Plan]], Refused | None]:
         """Start waiting requests in order; the first that does not fit ends it, so that nobody is overtaken.
 
@@ -244,9 +257,10 @@ class HybridPlanner:
             gains = self.cache.storage.gains
             if self._blocked is not None and self._blocked[:2] == (r.handle, gains) and self.running:
                 return admitted, self._blocked[2]
-            answer = self.cache.admit(
-                r, budget=left, cut=cfg.cut_at_boundaries, reserve=r.length if cfg.reserve_prompt else 0
-            )
+            reserve = r.length if cfg.reserve_prompt else 0
+            answer = self.cache.admit(r, budget=left, cut=cfg.cut_at_boundaries, reserve=reserve)
+            if isinstance(answer, Refused) and not cfg.cut_at_boundaries:
+                answer = self.cache.admit(r, budget=left, cut=True, reserve=reserve)
             if isinstance(answer, Refused):
                 self._blocked = (r.handle, self.cache.storage.gains, answer)
                 return admitted, answer
