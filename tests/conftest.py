@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # a kernel's decorator looks at it
-for name in (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-):  # operands are tiny, and workers run beside each other
-    os.environ.setdefault(name, "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # operands are tiny, and workers run beside each other
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -132,6 +132,15 @@ def test_preempted_requests_end_the_same(kind):
 
 
 # ------------------------------------------------------------------------------------- twins that must fail
+def exact(**history):
+    """Whether traffic with hits ends with the bits of each request alone; poison that was read is not."""
+    try:
+        _, prompts, served = serve("mamba2", 1, **history)
+    except AssertionError:
+        return False
+    return differing("mamba2", prompts, served) == (0, 0)
+
+
 def test_state_update_decode_gives_other_bits():
     """What engines do: decode rewrites the state each token. Prompts are fed token by token."""
     e = engine("mamba2", decode="update_shared", budget=1, running=1)
@@ -148,9 +157,7 @@ def test_reading_the_running_state_before_its_first_chunk_ends_gives_other_bits(
         "update",
         lambda self, step, **k: update(self, step._replace(in_place=step.in_place | True), **k),
     )
-    with pytest.raises(AssertionError):  # NaN, or other bits
-        _, prompts, served = serve("mamba2", 1, running=1)
-        assert differing("mamba2", prompts, served) == (0, 0)
+    assert not exact(running=1)
 
 
 def test_reading_another_requests_blocks_gives_other_bits(monkeypatch):
@@ -162,6 +169,4 @@ def test_reading_another_requests_blocks_gives_other_bits(monkeypatch):
         return tables
 
     monkeypatch.setattr(StepTables, "update", planted)
-    with pytest.raises(AssertionError):
-        _, prompts, served = serve("mamba2", 1)
-        assert differing("mamba2", prompts, served) == (0, 0)
+    assert not exact()

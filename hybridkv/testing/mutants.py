@@ -48,6 +48,12 @@ SPECS = {
         shape=(("window", True), ("chunk_tokens", 2)),
         decode="replay",
     ),
+    "replay lines": CacheSpec(
+        organization="s1",
+        pages=(12,),
+        shape=(("window", True), ("chunk_tokens", 2)),
+        decode="replay",
+    ),
     "weak": CacheSpec(organization="s0", pages=(5,), buckets=2),
 }
 
@@ -332,6 +338,16 @@ def decode_made_states_are_published_as_the_prompts(cache: HybridCache) -> None:
 @_mutant("B", "HK-B5", "HK-B3", spec="replay", ops="round")
 def replay_takes_no_window(cache: HybridCache) -> None:
     _around(cache.growth, "wanted", lambda wanted, *a: (*(w := wanted(*a))[:3], (w[3][0], 0)))
+
+
+@_mutant("B", "HK-B5", "HK-B3", spec="replay", ops="round")
+def replay_reads_the_running_state_before_its_first_chunk_ends(cache: HybridCache) -> None:
+    _replan(cache, lambda r, plan: plan._replace(source=plan.line) if plan.line else plan)
+
+
+@_mutant("B", "HK-B3", "HK-B5", spec="replay lines", ops="round")
+def replay_reads_the_line_of_the_last_chunk_end(cache: HybridCache) -> None:
+    _replan(cache, lambda r, plan: plan._replace(line=plan.source))
 
 
 @_mutant("B", "HK-B1", spec="attention", prompts=((0, 0, 1),))
