@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-MODULES = ("pools", "requests", "steps", "depth_planner")
+MODULES = ("pools", "requests", "steps", "tables", "depth_planner")
 # What the project aims at (research note on engines, 7.5, and the issue that asked for the benches), median microseconds.
 AIMS = {
     ("pool.alloc_free", "n=128"): 0.1,

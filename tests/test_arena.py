@@ -13,7 +13,16 @@ from hybridkv.alloc.organization import Placement, Pool, StateKind
 from hybridkv.alloc.plan import Copy
 from hybridkv.arena import Arena, ArenaLayout
 from hybridkv.arena.arena import POISON
-from tests.toy_engine import ATTENTION, CONV, LIVE, ORGANIZATIONS, SSM, WINDOW, toy_geometry, toy_organization
+from hybridkv.testing.toy_hybrid import (
+    ATTENTION,
+    CONV,
+    LIVE,
+    ORGANIZATIONS,
+    SSM,
+    WINDOW,
+    toy_geometry,
+    toy_organization,
+)
 
 ORDERS = ("layer_major", "page_major")
 
@@ -78,7 +87,7 @@ def published():
             yield pytest.param(Organization.named(name, g), id=f"{model}-{name}")
 
 
-@pytest.mark.parametrize("o", published())
+@pytest.mark.parametrize("o", list(published()))
 def test_every_model_fits_entries_of_int32(o):
     """100 GiB of any published model in any organization: aligned granules, entries below 2^31."""
     pages = o.pages(100 << 30, layers="all")

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from hybridkv import UsageError
 from hybridkv.alloc.plan import Refused
 from hybridkv.arena import dump
+from hybridkv.testing.toy_hybrid import ORGANIZATIONS, toy_geometry, toy_organization
 from tests.test_served import NEW, alone, engine, texts
-from tests.toy_engine import ORGANIZATIONS, toy_geometry, toy_organization
 
 PROMPT = (*texts(0)[0][:20], *range(30), 7, 8)  # 52 tokens: a boundary at 32
 

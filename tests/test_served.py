@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from hybridkv.arena.tables import StepTables
 from hybridkv.schedule.hybrid import HybridConfig
 from hybridkv.testing.guard import guard
-from tests.toy_engine import ORGANIZATIONS, VOCABULARY, ToyEngine, Weights, toy_geometry, toy_organization
+from hybridkv.testing.toy_hybrid import (
+    ORGANIZATIONS,
+    VOCABULARY,
+    ToyEngine,
+    Weights,
+    toy_geometry,
+    toy_organization,
+)
 
 KINDS = ["mamba2", "gated_delta_net"]
 NEW = 20

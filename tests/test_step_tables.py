@@ -21,7 +21,15 @@ from hybridkv import (
 from hybridkv.alloc.plan import Plan
 from hybridkv.arena import Arena, StepTables
 from hybridkv.schedule.hybrid import HybridConfig, HybridPlanner
-from tests.toy_engine import ATTENTION, CONV, ORGANIZATIONS, SSM, WINDOW, toy_geometry, toy_organization
+from hybridkv.testing.toy_hybrid import (
+    ATTENTION,
+    CONV,
+    ORGANIZATIONS,
+    SSM,
+    WINDOW,
+    toy_geometry,
+    toy_organization,
+)
 
 
 class Bench(NamedTuple):
@@ -174,6 +182,32 @@ def test_what_is_padded_is_absent_again_each_step():
                 b.planner.submit(("late", n), tokens, 40)
     assert min(seen) <= 3 and max(seen) == 8
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("missing", [(WINDOW,), (SSM, CONV, WINDOW), (ATTENTION, WINDOW)])
+def test_models_without_a_part_have_no_tables_for_it(missing):
+    o = toy_organization("s1", toy_geometry())
+    g = o.geometry
+    g = (
+        g.replace(attention=None)
+        if ATTENTION in missing
+        else g.replace(recurrent=None)
+        if SSM in missing
+        else g
+    )
+    o = replace(o, geometry=g, placements={k: p for k, p in o.placements.items() if k not in missing})
+    cache = HybridCache(o, pages={"shared": 40}, policy=CachePolicy(decode="update_shared"), check=3)
+    planner, arena = HybridPlanner(cache, HybridConfig(token_budget=64)), Arena(o, {"shared": 40})
+    tables = StepTables(arena, cache, rows=4, tokens=64, context=64, check=2)
+    for n, tokens in enumerate(prompts(3)):
+        planner.submit(n, tokens, 5)
+    while planner.running or planner.waiting:
+        step = planner.plan()
+        t = tables.update(step)
+        assert (t.blocks.numel() > 0) == (g.attention is not None)
+        assert (t.src_members.numel() > 0) == (g.recurrent is not None)
+        assert (t.windows == -1).all()
+        planner.commit(step, np.full(len(step.handles), 7))
 
 
 def test_a_step_is_one_copy():

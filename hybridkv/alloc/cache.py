@@ -39,7 +39,7 @@ from hybridkv.alloc.policy.admission import exact_fraction, headroom_pages
 from hybridkv.alloc.policy.placement import NEVER, Kept, Placement, resolve_placement
 from hybridkv.alloc.prefix import Blake2b, Found, Match, PrefixIndex, TokenHash, root_key
 from hybridkv.alloc.requests import Request, Status
-from hybridkv.alloc.rows import IN_FLIGHT, ROW_MASK, Rows, RowTable, as_tokens
+from hybridkv.alloc.rows import IN_FLIGHT, ROW_MASK, Rows, RowTable, as_sampled, as_tokens
 from hybridkv.alloc.storage import Storage
 from hybridkv.errors import UnsupportedError, UsageError
 
@@ -161,8 +161,7 @@ class HybridCache:
 
     def match(self, r: Request) -> Match:
         """How deep the prompt is cached now. Changes nothing. One dictionary access per block."""
-        self._alive(r)
-        return self._find(r).match
+        return self.cached(r).match
 
     def cached(self, r: Request) -> Found:
         """The states behind `match`. Changes nothing, holds nothing: `lease` what is to be read."""
@@ -171,28 +170,16 @@ class HybridCache:
 
     def attention_reach(self, r: Request) -> int:
         """Tokens of the longest cached attention prefix, which may end between two boundaries. Changes nothing."""
-        self._alive(r)
-        return len(self._find(r).blocks) * self.organization.block_tokens
+        return len(self.cached(r).blocks) * self.organization.block_tokens
 
     def fits(self, tokens: int) -> Refused | None:
         """None if a lone request of `tokens` tokens in total can run here, else what can never be had."""
-        s, grid = self.storage, self.organization.grid_tokens
-        blocks = -(-tokens // self.organization.block_tokens)
-        states = min(2, -(-tokens // grid)) if self.growth.recurrent else 0
-        counts = ((s.attention, blocks), (s.checkpoint, 1 if s.live else states))
-        extra = ((s.live, int(bool(s.live))), (s.window, int(self.growth.replay)))
-        return s.never((*counts, *extra))
+        return self.storage.never(self.growth.alone(tokens))
 
     def admit(
-        self,
-        r: Request,
-        upto: int | None = None,
-        *,
-        budget: int | None = None,
-        reserve: int = 0,
-        cut: bool = False,
+        self, r: Request, upto: int | None = None, *, budget: int | None = None, reserve: int = 0, cut: bool = False,
         arriving: bool = False,
-    ) -> Admitted | Refused:
+    ) -> Admitted | Refused:  # fmt: skip
         """Start a waiting request: take references on its hit, reserve room for [cached, stop).
 
         `stop` is `upto` (default: all known tokens), or with `budget` at most that many tokens behind the hit; `cut` ends
@@ -323,7 +310,7 @@ class HybridCache:
             raise UsageError(
                 f"computed must be at most the tokens known, {t.length[rows].tolist()}, got {done.tolist()}"
             )
-        added = None if new_tokens is None else self._sampled(new_tokens, len(rows))
+        added = None if new_tokens is None else as_sampled(new_tokens, len(rows))
         full = [
             (self._at(int(rows[i])), int(done[i]))
             for i in np.flatnonzero(done >= t.next_publish[rows]).tolist()
@@ -622,14 +609,6 @@ class HybridCache:
         for r in rs:
             self._alive(r)
         return self.rows.of(np.fromiter((r.handle for r in rs), np.int64, len(rs)))
-
-    def _sampled(self, tokens: NDArray[Any] | Sequence[int], count: int) -> NDArray[np.int64]:
-        added = np.asarray(tokens)
-        if added.shape != (count,) or added.dtype.kind not in "iu" or (added > np.iinfo(np.int32).max).any():
-            raise UsageError(
-                f"new_tokens must be {count} token ids below 2**31, got shape {added.shape} of {added.dtype}"
-            )
-        return added.astype(np.int64, copy=False)
 
     def _oldest(self, r: Request) -> int:
         if not self.rows.flights(r.row):

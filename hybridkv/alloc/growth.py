@@ -56,6 +56,17 @@ class Growth:
             (s.window, window),
         )
 
+    def alone(self, tokens: int) -> Wanted:
+        """What a lone request of `tokens` tokens holds at most, in steps that end at kept boundaries."""
+        s, grid = self.storage, self.storage.organization.grid_tokens
+        states = min(2, -(-tokens // grid)) if self.recurrent else 0
+        return (
+            (s.attention, -(-tokens // self.block_tokens)),
+            (s.checkpoint, 1 if s.live else states),
+            (s.live, int(bool(s.live))),
+            (s.window, int(self.replay)),
+        )
+
     def coming(self, r: Request, start: int, stop: int, reserve: int) -> Wanted:
         """What steps up to `reserve` will need at once behind a first one that ends at `stop`: one more checkpoint when
         they pass a boundary, unless the one that was hit comes free by then.

@@ -151,3 +151,13 @@ def as_tokens(tokens: Sequence[int] | NDArray[Any], name: str = "token_ids") -> 
     if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
         raise UsageError(f"{name} must be in [0, 2**31), got {array.min()} to {array.max()}")
     return array.astype(np.int32, copy=True)
+
+
+def as_sampled(tokens: NDArray[Any] | Sequence[int], count: int) -> NDArray[np.int64]:
+    """One token id for each of `count` rows, or a negative number for none."""
+    added = np.asarray(tokens)
+    if added.shape != (count,) or added.dtype.kind not in "iu" or (added > np.iinfo(np.int32).max).any():
+        raise UsageError(
+            f"new_tokens must be {count} token ids below 2**31, got shape {added.shape} of {added.dtype}"
+        )
+    return added.astype(np.int64, copy=False)

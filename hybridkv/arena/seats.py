@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybridkv.alloc.organization import Organization, StateKind
+from hybridkv.alloc.rows import ROW_MASK
 from hybridkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,24 +58,25 @@ class Seats:
         self.table = np.full((g.attention_groups, count, blocks), ABSENT, np.int32)
         self._used = np.zeros(count, np.int64)  # blocks of each seat's row that are not absent
         self._handles = np.full(count, ABSENT, np.int64)
-        self._of: dict[int, int] = {}
+        self._by_row = np.full(64, ABSENT, np.int64)
 
     def take(self, handles: NDArray[np.int64], rows: RowTable) -> Seated:
         """The seat of every request. New ones take seats of requests that run no more; refused where all run."""
-        names = handles.tolist()
-        new = [h for h in names if h not in self._of]
-        if len(new) > self.count - len(self._of):
-            gone = ~rows.running(self._handles) & ~np.isin(self._handles, handles)
-            if len(new) > gone.sum():
+        at = handles & ROW_MASK
+        if (more := int(at.max(initial=0)) + 1 - len(self._by_row)) > 0:
+            self._by_row = np.pad(self._by_row, (0, more + len(self._by_row)), constant_values=ABSENT)
+        seats = self._by_row[at]
+        new = np.flatnonzero((seats < 0) | (self._handles[seats] != handles))
+        if len(new):
+            free = np.flatnonzero(self._handles == ABSENT)
+            if len(new) > len(free):
+                free = np.flatnonzero(~rows.running(self._handles) & ~np.isin(self._handles, handles))
+            if len(new) > len(free):
                 raise UsageError(f"seats must be at least the running requests, got {self.count}")
-            for handle in self._handles[gone].tolist():
-                self._of.pop(handle, None)
-            self._handles[gone] = ABSENT
-        if new:
-            for handle, seat in zip(new, np.flatnonzero(self._handles == ABSENT).tolist(), strict=False):
-                self._of[handle] = seat
-                self._handles[seat] = handle
-        return np.fromiter((self._of[h] for h in names), np.int64, len(names))
+            seats[new] = free[: len(new)]
+            self._by_row[at[new]] = seats[new]
+            self._handles[seats[new]] = handles[new]
+        return seats
 
     def remember(self, seat: int, plan: Plan) -> None:
         """What later rows without a plan compute on."""
@@ -87,20 +89,26 @@ class Seats:
         self, seats: Seated, plans: Mapping[int, Plan]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Entries of the block table that the plans change: flat positions, and the units that lie there now."""
-        where: list[NDArray[np.int64]] = []
-        what: list[NDArray[np.int32]] = []
         groups, _, blocks = self.table.shape
+        first: list[int] = []  # in group 0; behind it so many more
+        counts: list[int] = []
+        found: list[NDArray[np.int32]] = []
         for i, plan in plans.items() if groups else ():
             seat, named = int(seats[i]), plan.attention
-            count = max(named.shape[1], int(self._used[seat]))
-            now = np.full((groups, count), ABSENT, np.int32)
-            now[:, : named.shape[1]] = named
-            row = self.table[:, seat, :count]
-            group, block = np.nonzero(now != row)
-            where.append((group * self.count + seat) * blocks + block)
-            what.append(now[group, block])
-            row[:] = now
-            self._used[seat] = named.shape[1]
-        if not where:
+            row, used, count = self.table[:, seat], int(self._used[seat]), named.shape[1]
+            start = used
+            if count < used or (row[:, :used] != named[:, :used]).any():  # another request, or cut, or copied
+                start, used = 0, max(count, used)
+            if start == count == used:
+                continue
+            row[:, start:count], row[:, count:used] = named[:, start:], ABSENT
+            first.append(seat * blocks + start)
+            counts.append(max(count, used) - start)
+            found.append(row[:, start : start + counts[-1]])
+            self._used[seat] = count
+        if not found:
             return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.concatenate(where), np.concatenate(what)
+        ends = np.cumsum(counts)
+        flat = np.repeat(np.array(first) - ends + counts, counts) + np.arange(ends[-1])
+        where = flat + np.arange(groups)[:, None] * (self.count * blocks)
+        return where.ravel(), np.concatenate(found, axis=1).ravel()

@@ -203,8 +203,10 @@ class StepTables:
         if source is not None and target is not None and kind is StateKind.LIVE and kind not in source.units:
             loads.append((source, target))
             source = target
-        arrays["src_members"][:, i] = units(source, kind)
-        arrays["line_src"][:, i] = units(plan.line, self._seats.line)
+        if plan.source is not target:
+            arrays["src_members"][:, i] = units(source, kind)
+        if plan.line is not target:
+            arrays["line_src"][:, i] = units(plan.line, self._seats.line)
         if not plan.writes:
             return
         ends, line_dst, line_at = (arrays[name] for name in ("boundaries", "line_dst", "line_at"))
@@ -227,7 +229,8 @@ class StepTables:
     def _kinds(self) -> tuple[tuple[str, StateKind], ...]:
         r, line = self.recurrent, self._seats.line
         named = {"src_members": r, "dst_members": r, "boundaries": r, "line_src": line, "line_dst": line}
-        return (*named.items(), ("windows", StateKind.WINDOW))
+        kinds = (*named.items(), ("windows", StateKind.WINDOW))
+        return tuple(pair for pair in kinds if pair[1] in self.arena.layout.units)
 
     # ----------------------------------------------------------------------------------------------- checking
     def _check_step(self, step: Step, count: int, total: int, rows: int, tokens: int) -> None:
@@ -254,7 +257,8 @@ class StepTables:
         if not self.check:
             return
         o, pools = self.arena.organization, self.arena.layout.pools
-        for name, kind in (*self._kinds(), ("blocks", StateKind.ATTENTION)):
+        kinds = (*self._kinds(), ("blocks", StateKind.ATTENTION)) if len(blocks) else self._kinds()
+        for name, kind in kinds:
             ids = blocks if name == "blocks" else arrays[name]
             if not ids.size:
                 continue
