@@ -50,6 +50,10 @@ def test_arrows_run_downwards(path):
             assert theirs not in DATA_PLANE and theirs not in ("torch!", "triton!"), f"{mine} imports {name}"
         if {mine, theirs} == {"reference", "triton"}:
             raise AssertionError(f"{mine} imports {name}")
+        if mine in ("ops", "reference", "triton"):
+            assert theirs not in ("arena", "alloc", "schedule"), f"{mine} imports {name}"
+        if mine == "arena":
+            assert theirs not in ("schedule", "simulate", "testing", "cli"), f"{mine} imports {name}"
         if mine == "reference":
             assert theirs != "triton!", "references need torch only"
         if theirs == "testing":

@@ -75,7 +75,7 @@ class Staging:
         self._device[:end].copy_(self._hosts[self._turn][:end], non_blocking=True)
         self.copies += 1
         if (event := self._events[self._turn]) is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(self._device.device))
         if count:
             indices = self._device[at : at + 2 * count].view(torch.int64)
             table.view(-1).index_put_((indices,), self._device[at + 2 * count : end])
