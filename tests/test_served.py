@@ -138,6 +138,28 @@ def test_preempted_requests_end_the_same(kind):
     assert differing(kind, prompts, served) == (0, 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_running_states_of_another_dtype_are_served(kind):
+    """fp32 while it runs, bf16 while it is kept: organizations agree; after a hit only the rounding of the state differs."""
+    weights = Weights(toy_geometry(kind, live_state_dtype="fp32"))
+    seen = []
+    for name in ("s1", "s2"):
+        o = toy_organization(name, weights.g)
+        config = HybridConfig(token_budget=1, max_running=1)
+        e = ToyEngine(o, weights, pages={"shared": 90}, config=config, decode="update_shared")
+        for n in range(2):
+            e.submit(n, texts(0)[0][:40], 6)
+            e.run()
+        assert e.hits == {0: 0, 1: 32}
+        seen.append(e.served)
+    for n in range(2):
+        assert seen[0][n].tokens == seen[1][n].tokens
+        assert all(torch.equal(row, seen[1][n].logits[at]) for at, row in seen[0][n].logits.items())
+    first, second = (seen[0][n].logits[35] for n in range(2))
+    assert not torch.equal(first, second)
+    assert (first - second).norm() < 0.02 * first.norm()
+
+
 # ------------------------------------------------------------------------------------- twins that must fail
 def exact(**history):
     """Whether traffic with hits ends with the bits of each request alone; poison that was read is not."""

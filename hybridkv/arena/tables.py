@@ -153,7 +153,8 @@ class StepTables:
         self._check_step(step, count, total, rows, tokens)
         seats = self._seats.take(step.handles, self.cache.rows)
         ends = max(1, -(-longest // self.chunk))
-        kept = 1 + max((len(p.writes) for p in step.plans.values()), default=0)
+        kept = max((len(_lines(p)) for p in step.plans.values()), default=0)
+        kept = max(kept, 2 if self.recurrent is StateKind.LIVE else 1)  # what a step that decodes may need
         arrays = self._staging.begin(self._shapes(rows, tokens, ends, kept), ABSENT)
         _fill_spans(arrays, step, seats, total)
         loads: list[Pair] = []
@@ -210,8 +211,7 @@ class StepTables:
         if not plan.writes:
             return
         ends, line_dst, line_at = (arrays[name] for name in ("boundaries", "line_dst", "line_at"))
-        marks = [*plan.writes] if plan.writes[-1].state is target else [*plan.writes, (plan.stop, target)]
-        for k, (position, state) in enumerate(marks):
+        for k, (position, state) in enumerate(_lines(plan)):
             line_dst[:, i, k], line_at[i, k] = units(state, self._seats.line), position - start
         for position, state in plan.writes:
             if kind is StateKind.LIVE:
@@ -279,6 +279,12 @@ def _check_apart(name: str, ids: NDArray[np.int32]) -> None:
     if (same & (owner[order][1:] != owner[order][:-1])).any():
         twice = int(used[order][1:][same][0])
         raise CorruptionError("I8", f"two rows write unit {twice} of {name} ({groups} groups of {width})")
+
+
+def _lines(plan: Plan) -> list[tuple[int, State | None]]:
+    """Positions at which a row's convolution state is kept, and in what; the last is where the step ends."""
+    kept: list[tuple[int, State | None]] = [*plan.writes]
+    return kept if kept and kept[-1][1] is plan.destination else [*kept, (plan.stop, plan.destination)]
 
 
 def _fill_spans(arrays: Arrays, step: Step, seats: NDArray[np.int64], total: int) -> None:

@@ -179,6 +179,7 @@ class ToyEngine:
         spans = (step.stop - step.start).tolist()
         total, rows = sum(spans), len(requests) + self.pad
         tables = self.tables.update(step, rows=rows, tokens=total + self.pad)
+        self.arena.convert(tables.loads, self.impl)
         ids = [r.tokens[a:b] for r, a, b in zip(requests, step.start, step.stop, strict=True)]
         hidden = torch.zeros(total + self.pad, WIDTH)
         hidden[:total] = self.weights.embedding[torch.from_numpy(np.concatenate(ids)).long()]
@@ -187,6 +188,7 @@ class ToyEngine:
             hidden = hidden + self._attend(tables, layer, hidden, total)
             for inner in range(layer * ratio, (layer + 1) * ratio):
                 hidden = hidden + self._recur(tables, inner, hidden, total)
+        self.arena.convert(tables.saves, self.impl)
         return list(each(hidden[:total], self.weights.head).split(spans))
 
     def _attend(self, t: Tables, layer: int, hidden: Tensor, total: int) -> Tensor:
@@ -234,11 +236,11 @@ class ToyEngine:
 
     def _mamba(self, t: Tables, group: int, inner: int, parts: list[Tensor], dt: Tensor, out: Tensor) -> None:
         (x, B, C), w, arena = parts, self.weights, self.arena
-        pool, source = arena.view(SSM, inner), t.src_members[group]
+        pool, source = arena.view(self.tables.recurrent, inner), t.src_members[group]
         tokens = (x, dt, w.A, B, C, w.D, w.bias, out)
         held = {
-            "granule": arena.granule(SSM),
-            "heads_per_member": arena.heads_per_member(),
+            "granule": arena.granule(self.tables.recurrent),
+            "heads_per_member": arena.heads_per_member(self.tables.recurrent),
             "impl": self.impl,
         }
         if self.cache.policy.decode != "replay":  # one token a row
@@ -257,10 +259,10 @@ class ToyEngine:
         w, arena = self.weights, self.arena
         q, k = (torch.nn.functional.normalize(p.float(), dim=-1).to(BF16) for p in parts[:2])
         a, b = (p.contiguous() for p in gates.split(self.spec.rows, 1))
-        pool, source = arena.view(SSM, inner), t.src_members[group]
+        pool, source = arena.view(self.tables.recurrent, inner), t.src_members[group]
         tokens = (q, k, parts[2], a, b, w.A, w.bias, out)
         held = {
-            "granule": arena.granule(SSM), "heads_per_member": arena.heads_per_member(), "scale": HEAD**-0.5,
+            "granule": arena.granule(self.tables.recurrent), "heads_per_member": arena.heads_per_member(self.tables.recurrent), "scale": HEAD**-0.5,
             "impl": self.impl,
         }  # fmt: skip
         if self.cache.policy.decode != "replay":
