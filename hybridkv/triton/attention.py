@@ -34,6 +34,7 @@ _LAUNCH = {
     },
 }
 _MERGE_OPTIONS = options(warps=1)
+_MERGE_LANES = {"gfx942": 64, "gfx950": 64, "default": 32}  # of a warp
 LOG2_E = 1.4426950408889634
 _INDICES = ("table_ptr", "rows_ptr", "lengths_ptr", "query_start_ptr", "exits_ptr", "depths_ptr")
 _STRIDES = ("table_stride", "plane_stride", "exits_stride", "segments", "slots")
@@ -195,7 +196,7 @@ def decode_attention(
         workspace, segments, slots, exits, 0 if exits is None else exits.stride(0), depths, scale * LOG2_E,
         HEADS=heads, **constexprs, **launch,
     )  # fmt: skip
-    merge = _merge_constexprs(heads, dim, window)
+    merge = _merge_constexprs(architecture(pool.device), heads, dim, window)
     _decode_merge_kernel[triton.cdiv(heads, merge["BLOCK"]), batch](
         rows, lengths, workspace, segments, slots, out, out.stride(0), **merge, **_MERGE_OPTIONS
     )
@@ -245,9 +246,14 @@ def _prefill_attention_kernel(
         )  # fmt: skip
         b_top, b_total, b_keep, b_add = _merge(b_top, b_total, b_top_s, b_total_s)
         b_acc = b_acc * b_keep[:, None] + b_acc_s * b_add[:, None]
-    b_out = _quotient(b_acc, b_total[:, None])
-    p_out = out_ptr + o_query[:, None] * out_stride + o_head[:, None] * HEAD_DIM + o_d[None, :]
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
+    b_out = _quotient(b_acc, b_total[:, None]).to(out_ptr.dtype.element_ty)
+    o_out = tl.arange(0, ROWS * HEAD_DIM)  # as a vector, see `store_tile`
+    o_r = o_out // HEAD_DIM
+    o_position = low + o_r // GROUP
+    m_r = (o_position >= begin) & (o_position < length) & (o_r < TOKENS * GROUP)
+    p_out = out_ptr + (start + o_position - begin).to(tl.int64) * out_stride
+    p_out += (i_head * GROUP + o_r % GROUP) * HEAD_DIM + o_out % HEAD_DIM
+    tl.store(p_out, tl.reshape(b_out, (ROWS * HEAD_DIM,)), mask=m_r)
 
 
 def prefill_attention(
@@ -288,14 +294,14 @@ def _launch(
     return fields | shape, options(warps=warps, stages=stages)
 
 
-def _merge_constexprs(heads: int, dim: int, window: int) -> dict[str, int]:
-    """Constexprs of the merge: as many heads a program as give each of 32 threads a 128-bit store of 16-bit outputs."""
+def _merge_constexprs(arch: str, heads: int, dim: int, window: int) -> dict[str, int]:
+    """Constexprs of the merge: as many heads a program as give every lane a 128-bit store of 16-bit outputs."""
     return {
         "HEADS": heads,
         "HEAD_DIM": dim,
         "WINDOW": window,
         "SEGMENT": SEGMENT,
-        "BLOCK": max(1, 256 // dim),
+        "BLOCK": max(1, 8 * constants(_MERGE_LANES, arch) // dim),
     }
 
 
@@ -341,7 +347,7 @@ def _cases(
     if tokens == 16:
         cases.append(
             CompileCase(
-                kernel=_decode_merge_kernel, constexprs=_merge_constexprs(heads, dim, 0), options=_MERGE_OPTIONS,
+                kernel=_decode_merge_kernel, constexprs=_merge_constexprs(arch, heads, dim, 0), options=_MERGE_OPTIONS,
                 bytes_per_token=partial + row, floor_bytes=row, **common,
             )
         )  # fmt: skip

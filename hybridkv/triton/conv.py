@@ -16,11 +16,25 @@ from hybridkv.units import piece_elements
 # One warp: 8 channels of 2 bytes, one 128-bit access a tap, for each of 64 lanes, or twice for each of 32.
 _UPDATE = {"default": {"BLOCK": 512, "warps": 1}}
 _PREFILL = {"default": {"BLOCK": 512, "TOKENS": 8, "warps": 1}}
+# Where tables lie, and how far apart rows are, must not make another signature; see `_vector` for rows of data.
+_INDICES = ("src_ptr", "dst_ptr", "at_ptr", "starts_ptr")
+_INTEGERS = (
+    "stride_src", "stride_dst", "stride_dst_row", "stride_dst_line", "stride_at", "kept", "stride_x", "stride_out",
+)  # fmt: skip
 
 
 def _shape(dim: int, width: int, pieces: int, granule: int, itemsize: int) -> dict[str, Any]:
     piece = piece_elements((width - 1) * dim, pieces, itemsize)
     return {"DIM": dim, "W": width, "GRANULE": granule, "PIECES": pieces, "PIECE": piece}
+
+
+def _vector(itemsize: int, *strides: int) -> int:
+    """Elements that row strides are multiples of: those of 128 bits, else 1.
+
+    Triton looks for multiples of 16 elements. Falcon-H1's inputs are a part of rows of 6,680, which 8 divides.
+    """
+    elements = 16 // itemsize
+    return 1 if any(stride % elements for stride in strides) else elements
 
 
 @triton.jit
@@ -33,20 +47,16 @@ def _line(
         return entry * GRANULE + i_w * DIM + o_c, (entry >= 0) & (o_c < DIM)
     flat = i_w * DIM + o_c
     entry = tl.load(table_ptr + flat // PIECE, mask=o_c < DIM, other=-1).to(tl.int64)
+    same: tl.constexpr = o_c.shape[0] | DIM | PIECE  # its lowest bit divides all three
+    entry = tl.max_constancy(entry, same & -same)  # which AMD's buffer loads forget: 16-bit loads of the line
     return entry * GRANULE + flat % PIECE, entry >= 0
 
 
 @triton.jit
 def _history(
-    lines_ptr,
-    table_ptr,
-    i_w,
-    o_c,
-    DIM: tl.constexpr,
-    GRANULE: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    lines_ptr, table_ptr, i_w, o_c,
+    DIM: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     o_line, m_line = _line(table_ptr, i_w, o_c, DIM, GRANULE, PIECES, PIECE)
     return tl.load(lines_ptr + o_line, mask=m_line, other=0.0)
 
@@ -72,15 +82,17 @@ def _convolve(
     return b_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_update_kernel(
     lines_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
     x_ptr, stride_x: tl.int64,
     w_ptr, bias_ptr,
     out_ptr, stride_out: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    stride_x = stride_x // VECTOR * VECTOR
+    stride_out = stride_out // VECTOR * VECTOR
     i_row = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_c = o_c < DIM
@@ -105,17 +117,9 @@ def _conv_update_kernel(
 
 
 def conv_update(
-    lines: Tensor,
-    line_src: Tensor,
-    line_dst: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    granule: int,
-    activation: bool = True,
-) -> None:
+    lines: Tensor, line_src: Tensor, line_dst: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+    out: Tensor, *, granule: int, activation: bool = True,
+) -> None:  # fmt: skip
     """Advance every row by one token; see `hybridkv.ops.conv_update`."""
     (rows, dim), width, pieces = x.shape, len(weight), line_src.shape[1]
     if not rows:
@@ -124,6 +128,7 @@ def conv_update(
     _conv_update_kernel[(triton.cdiv(dim, c["BLOCK"]), rows)](
         lines, line_src, line_dst, line_src.stride(0), line_dst.stride(0),
         x, x.stride(0), weight, bias, out, out.stride(0), ACTIVATION=activation, BLOCK=c["BLOCK"],
+        VECTOR=_vector(x.element_size(), x.stride(0), out.stride(0)),
         **_shape(dim, width, pieces, granule, x.element_size()), **options(warps=c["warps"]),
     )  # fmt: skip
 
@@ -141,7 +146,7 @@ def _tap(
     return tl.where(token < 0, b_old, b_new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_prefill_kernel(
     lines_ptr, src_ptr, stride_src: tl.int64,
     starts_ptr,
@@ -149,14 +154,15 @@ def _conv_prefill_kernel(
     w_ptr, bias_ptr,
     out_ptr, stride_out: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    stride_x = stride_x // VECTOR * VECTOR
+    stride_out = stride_out // VECTOR * VECTOR
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     tokens = tl.load(starts_ptr + i_row + 1) - start
-    first = (
-        tl.program_id(0) // tl.cdiv(DIM, BLOCK) * TOKENS
-    )  # on axis 0, which alone may pass 65,535 programs
+    # Tokens are on axis 0 as well, which alone may pass 65,535 programs.
+    first = tl.program_id(0) // tl.cdiv(DIM, BLOCK) * TOKENS
     if first >= tokens:
         return
     o_c = tl.program_id(0) % tl.cdiv(DIM, BLOCK) * BLOCK + tl.arange(0, BLOCK)
@@ -179,7 +185,7 @@ def _conv_prefill_kernel(
         b_1 = b_x
 
 
-@triton.jit(do_not_specialize=["kept"])
+@triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_lines_kernel(
     lines_ptr, src_ptr, stride_src: tl.int64,
     dst_ptr, stride_dst_row: tl.int64, stride_dst_line: tl.int64,
@@ -187,8 +193,9 @@ def _conv_lines_kernel(
     starts_ptr,
     x_ptr, stride_x: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
+    stride_x = stride_x // VECTOR * VECTOR
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -211,20 +218,9 @@ def _conv_lines_kernel(
 
 
 def conv_prefill(
-    lines: Tensor,
-    line_src: Tensor,
-    line_dst: Tensor,
-    line_at: Tensor,
-    starts: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    granule: int,
-    max_tokens: int,
-    activation: bool = True,
-) -> None:
+    lines: Tensor, line_src: Tensor, line_dst: Tensor, line_at: Tensor, starts: Tensor, x: Tensor,
+    weight: Tensor, bias: Tensor | None, out: Tensor, *, granule: int, max_tokens: int, activation: bool = True,
+) -> None:  # fmt: skip
     """Convolve packed rows of tokens and keep lines at chosen positions; see `hybridkv.ops.conv_prefill`."""
     dim, width, (rows, kept, pieces) = x.shape[1], len(weight), line_dst.shape
     if not rows:
@@ -232,7 +228,7 @@ def conv_prefill(
     c = constants(_PREFILL, architecture(x.device))
     shape = (
         _shape(dim, width, pieces, granule, x.element_size())
-        | {"BLOCK": c["BLOCK"]}
+        | {"BLOCK": c["BLOCK"], "VECTOR": _vector(x.element_size(), x.stride(0), out.stride(0))}
         | options(warps=c["warps"])
     )
     blocks = triton.cdiv(dim, c["BLOCK"])
@@ -251,18 +247,18 @@ def conv_prefill(
 def compile_cases(arch: str) -> list[CompileCase]:
     """bf16 lines at 16-byte granules: whole, and ("striped") in three pieces."""
     update, prefill = constants(_UPDATE, arch), constants(_PREFILL, arch)
-    tensors, rows = "lines_ptr x_ptr w_ptr bias_ptr out_ptr", {"i64_16": "stride_x stride_out"}
-    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64="stride_src stride_dst", **rows)
-    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64="stride_src", **rows)
+    tensors, rows = "lines_ptr x_ptr w_ptr bias_ptr out_ptr", "stride_x stride_out"
+    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64=f"stride_src stride_dst {rows}")
+    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64=f"stride_src {rows}")
     keep = signature(
-        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i64_16="stride_x", i32="kept",
-        i64="stride_src stride_dst_row stride_dst_line stride_at",
+        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i32="kept",
+        i64="stride_x stride_src stride_dst_row stride_dst_line stride_at",
     )  # fmt: skip
     cases = []
     for name, s in SHAPES.items():
         token, line = 2.0 * s.conv_dim, 2.0 * (s.conv_width - 1) * s.conv_dim
         for pieces, variant in ((1, ""), (3, "striped")):
-            shape = _shape(s.conv_dim, s.conv_width, pieces, 8, 2)
+            shape = _shape(s.conv_dim, s.conv_width, pieces, 8, 2) | {"VECTOR": 8}
             common = {"geometry": name, "variant": variant}
             cases += [
                 CompileCase(
