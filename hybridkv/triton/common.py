@@ -5,7 +5,7 @@ Contraction of a product and a sum into one instruction is off everywhere, since
 
 A kernel has one signature per dtypes and geometry, whatever batch, length and tables are: what is read as scalars is
 never specialized on its alignment, nor are their strides on values (vllm #43009, #52413: a compilation in the middle of
-serving). Rows of data that are no multiple of 16 elements apart, or not aligned, make a second one.
+serving). Where an op lets rows of data be other than a multiple of 16 elements apart, they make a second one.
 """
 
 import functools

@@ -16,25 +16,14 @@ from hybridkv.units import piece_elements
 # One warp: 8 channels of 2 bytes, one 128-bit access a tap, for each of 64 lanes, or twice for each of 32.
 _UPDATE = {"default": {"BLOCK": 512, "warps": 1}}
 _PREFILL = {"default": {"BLOCK": 512, "TOKENS": 8, "warps": 1}}
-# Where tables lie, and how far apart rows are, must not make another signature; see `_vector` for rows of data.
+# Where tables lie and how far apart their rows are must not make another signature.
 _INDICES = ("src_ptr", "dst_ptr", "at_ptr", "starts_ptr")
-_INTEGERS = (
-    "stride_src", "stride_dst", "stride_dst_row", "stride_dst_line", "stride_at", "kept", "stride_x", "stride_out",
-)  # fmt: skip
+_INTEGERS = ("stride_src", "stride_dst", "stride_dst_row", "stride_dst_line", "stride_at", "kept")
 
 
 def _shape(dim: int, width: int, pieces: int, granule: int, itemsize: int) -> dict[str, Any]:
     piece = piece_elements((width - 1) * dim, pieces, itemsize)
     return {"DIM": dim, "W": width, "GRANULE": granule, "PIECES": pieces, "PIECE": piece}
-
-
-def _vector(itemsize: int, *strides: int) -> int:
-    """Elements that row strides are multiples of: those of 128 bits, else 1.
-
-    Triton looks for multiples of 16 elements. Falcon-H1's inputs are a part of rows of 6,680, which 8 divides.
-    """
-    elements = 16 // itemsize
-    return 1 if any(stride % elements for stride in strides) else elements
 
 
 @triton.jit
@@ -89,10 +78,8 @@ def _conv_update_kernel(
     w_ptr, bias_ptr,
     out_ptr, stride_out: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    stride_x = stride_x // VECTOR * VECTOR
-    stride_out = stride_out // VECTOR * VECTOR
     i_row = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_c = o_c < DIM
@@ -128,7 +115,6 @@ def conv_update(
     _conv_update_kernel[(triton.cdiv(dim, c["BLOCK"]), rows)](
         lines, line_src, line_dst, line_src.stride(0), line_dst.stride(0),
         x, x.stride(0), weight, bias, out, out.stride(0), ACTIVATION=activation, BLOCK=c["BLOCK"],
-        VECTOR=_vector(x.element_size(), x.stride(0), out.stride(0)),
         **_shape(dim, width, pieces, granule, x.element_size()), **options(warps=c["warps"]),
     )  # fmt: skip
 
@@ -154,10 +140,8 @@ def _conv_prefill_kernel(
     w_ptr, bias_ptr,
     out_ptr, stride_out: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, VECTOR: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    stride_x = stride_x // VECTOR * VECTOR
-    stride_out = stride_out // VECTOR * VECTOR
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     tokens = tl.load(starts_ptr + i_row + 1) - start
@@ -193,9 +177,8 @@ def _conv_lines_kernel(
     starts_ptr,
     x_ptr, stride_x: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    stride_x = stride_x // VECTOR * VECTOR
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -228,7 +211,7 @@ def conv_prefill(
     c = constants(_PREFILL, architecture(x.device))
     shape = (
         _shape(dim, width, pieces, granule, x.element_size())
-        | {"BLOCK": c["BLOCK"], "VECTOR": _vector(x.element_size(), x.stride(0), out.stride(0))}
+        | {"BLOCK": c["BLOCK"]}
         | options(warps=c["warps"])
     )
     blocks = triton.cdiv(dim, c["BLOCK"])
@@ -247,18 +230,18 @@ def conv_prefill(
 def compile_cases(arch: str) -> list[CompileCase]:
     """bf16 lines at 16-byte granules: whole, and ("striped") in three pieces."""
     update, prefill = constants(_UPDATE, arch), constants(_PREFILL, arch)
-    tensors, rows = "lines_ptr x_ptr w_ptr bias_ptr out_ptr", "stride_x stride_out"
-    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64=f"stride_src stride_dst {rows}")
-    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64=f"stride_src {rows}")
+    tensors, rows = "lines_ptr x_ptr w_ptr bias_ptr out_ptr", {"i64_16": "stride_x stride_out"}
+    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64="stride_src stride_dst", **rows)
+    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64="stride_src", **rows)
     keep = signature(
-        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i32="kept",
-        i64="stride_x stride_src stride_dst_row stride_dst_line stride_at",
+        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i64_16="stride_x", i32="kept",
+        i64="stride_src stride_dst_row stride_dst_line stride_at",
     )  # fmt: skip
     cases = []
     for name, s in SHAPES.items():
         token, line = 2.0 * s.conv_dim, 2.0 * (s.conv_width - 1) * s.conv_dim
         for pieces, variant in ((1, ""), (3, "striped")):
-            shape = _shape(s.conv_dim, s.conv_width, pieces, 8, 2) | {"VECTOR": 8}
+            shape = _shape(s.conv_dim, s.conv_width, pieces, 8, 2)
             common = {"geometry": name, "variant": variant}
             cases += [
                 CompileCase(
