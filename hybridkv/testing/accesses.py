@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 WIDE = 16  # bytes: the widest access that every target has
 _ITEM = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i8": 1, "i16": 2, "f8E4M3FN": 1, "f8E5M2": 1}
 _AMD_ITEM = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "sshort": 2, "dword": 4}
-Place = tuple[tuple[str, int, int], ...]  # (file, line, column), the innermost of inlined functions first
+FRAMES = 2  # of inlined functions that a place names: Triton 3.9's code knows no more
+Place = tuple[tuple[str, int, int], ...]  # (file, line, column), the innermost first
 
 
 class Access(NamedTuple):
@@ -94,23 +95,35 @@ def _tiles(ttir: str) -> dict[Place, int]:
         named = re.search(r"\((#loc\d*)\)$", text)
         return resolve(places[named[1]]) if named else ()
 
-    out = {}
+    out: dict[Place, int] = {}
     for kind, place in re.findall(r"tt\.(?:load|store) [^\n]* : (\S+) loc\((#loc\d*)\)$", ttir, re.MULTILINE):
         tensor = re.fullmatch(r"tensor<([\dx]+)x!tt\.ptr<(\w+)>>", kind)
         size = _ITEM.get(tensor[2], 0) if tensor else 0
         for n in tensor[1].split("x") if tensor else ():
             size *= int(n)
-        out[resolve(places[place])] = size
+        at = resolve(places[place])[:FRAMES]
+        out[at] = max(size, out.get(at, 0))
     return out
 
 
 def _lines(code: str, comment: str) -> Iterator[tuple[Place, str]]:
-    """Yield the lines of assembly with the place that the `.loc` above each of them names."""
+    """Yield the lines of assembly with the place that the `.loc` above each of them names.
+
+    Inline assembly counts lines of its own: the place is that of its beginning.
+    """
+    files = {
+        number: path.rsplit("/", 1)[-1] for number, path in re.findall(r'\.file\s+(\d+) "([^"]+)"', code)
+    }
     place: Place = ()
+    inline = False
     for line in code.splitlines():
+        if "inline asm" in line:
+            inline = "begin" in line
         if line.lstrip().startswith(".loc"):
             names = re.findall(r"([\w.]+):(\d+):(\d+)", line.partition(comment)[2])
-            place = tuple((file, int(row), int(column)) for file, row, column in names)
+            names += [(files[f], *at) for f, *at in re.findall(r"inlined_at (\d+) (\d+) (\d+)", line)]
+            if not inline:
+                place = tuple((file, int(row), int(column)) for file, row, column in names[:FRAMES])
         else:
             yield place, line
 

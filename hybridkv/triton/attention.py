@@ -210,6 +210,7 @@ def _prefill_attention_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     VALUE_OFFSET: tl.constexpr, GRANULE: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(1)
     i_sequence = tl.program_id(2).to(tl.int64)
@@ -247,13 +248,22 @@ def _prefill_attention_kernel(
         b_top, b_total, b_keep, b_add = _merge(b_top, b_total, b_top_s, b_total_s)
         b_acc = b_acc * b_keep[:, None] + b_acc_s * b_add[:, None]
     b_out = _quotient(b_acc, b_total[:, None]).to(out_ptr.dtype.element_ty)
-    o_out = tl.arange(0, ROWS * HEAD_DIM)  # as a vector, see `store_tile`
-    o_r = o_out // HEAD_DIM
-    o_position = low + o_r // GROUP
-    m_r = (o_position >= begin) & (o_position < length) & (o_r < TOKENS * GROUP)
-    p_out = out_ptr + (start + o_position - begin).to(tl.int64) * out_stride
-    p_out += (i_head * GROUP + o_r % GROUP) * HEAD_DIM + o_out % HEAD_DIM
-    tl.store(p_out, tl.reshape(b_out, (ROWS * HEAD_DIM,)), mask=m_r)
+    if FLAT:
+        o_out = tl.arange(0, ROWS * HEAD_DIM)
+        o_r = o_out // HEAD_DIM
+        o_position = low + o_r // GROUP
+        m_r = (o_position >= begin) & (o_position < length) & (o_r < TOKENS * GROUP)
+        p_out = out_ptr + (start + low - begin).to(tl.int64) * out_stride + i_head * GROUP * HEAD_DIM
+        p_out += o_r // GROUP * out_stride + o_r % GROUP * HEAD_DIM + o_out % HEAD_DIM
+        tl.store(p_out, tl.reshape(b_out, (ROWS * HEAD_DIM,)), mask=m_r)
+    else:
+        p_out = out_ptr + o_query[:, None] * out_stride + o_head[:, None] * HEAD_DIM + o_d[None, :]
+        tl.store(p_out, b_out, mask=m_r[:, None])
+
+
+def _flat(arch: str) -> bool:
+    """Whether to store outputs as a vector: AMD's need it, see `store_tile`; ptxas 12.8 and 13.4 spill with it."""
+    return arch.startswith("gfx")
 
 
 def prefill_attention(
@@ -263,14 +273,13 @@ def prefill_attention(
 ) -> None:  # fmt: skip
     """Attend from the last positions of every sequence, as many as it has queries."""
     where = KVLayout(*layout)
-    constexprs, launch = _launch(
-        architecture(pool.device), where, query.shape[1], window, pool.element_size()
-    )
+    arch = architecture(pool.device)
+    constexprs, launch = _launch(arch, where, query.shape[1], window, pool.element_size())
     tiles = triton.cdiv(max_query, constexprs["TOKENS"]) + 1  # a chunk may begin inside a tile
     _prefill_attention_kernel[tiles, where.kv_heads, rows.shape[0]](
         pool, query, query.stride(0), query_start, table, table.stride(0), table.stride(-2), rows, lengths,
         out, out.stride(0), exits, 0 if exits is None else exits.stride(0), depths, scale * LOG2_E,
-        **constexprs, **launch,
+        FLAT=_flat(arch), **constexprs, **launch,
     )  # fmt: skip
 
 
@@ -340,7 +349,7 @@ def _cases(
             bytes_per_token=read + partial, floor_bytes=read, **common,
         ),
         CompileCase(
-            kernel=_prefill_attention_kernel, variant=variant, constexprs=constexprs, options=launch,
+            kernel=_prefill_attention_kernel, variant=variant, options=launch, constexprs=constexprs | {"FLAT": _flat(arch)},
             bytes_per_token=read / constexprs["TOKENS"] + row, floor_bytes=2 * row + line, **common,
         ),
     ]  # fmt: skip

@@ -37,12 +37,15 @@ def _write_kv_kernel(
     # Key and value in one tile: with two heads of 128 either alone has 8 bytes for each of AMD's 64 lanes.
     o_kv = tl.arange(0, 2 * HEADS * HEAD_DIM)
     o_h, o_d = o_kv // HEAD_DIM % HEADS, o_kv % HEAD_DIM
-    is_key = o_kv < HEADS * HEAD_DIM
+    o_part = o_kv // (HEADS * HEAD_DIM)  # 0: key, 1: value
     m_h = o_h < KV_HEADS
-    p_new = tl.where(is_key, key_ptr + i_token * key_stride, value_ptr + i_token * value_stride)
-    b_new = tl.load(p_new + o_h * HEAD_DIM + o_d, mask=m_h, other=0.0)
+    p_key = key_ptr + i_token * key_stride + o_h * HEAD_DIM + o_d
+    p_value = value_ptr + i_token * value_stride + o_h * HEAD_DIM + o_d
+    b_key = tl.load(p_key, mask=m_h & (o_part == 0), other=0.0)
+    b_value = tl.load(p_value, mask=m_h & (o_part == 1), other=0.0)
+    b_new = tl.where(o_part == 0, b_key, b_value)
     p_token = pool_ptr + entry * GRANULE + (position % BLOCK_TOKENS) * TOKEN_STRIDE
-    tl.store(p_token + tl.where(is_key, 0, VALUE_OFFSET) + o_h * HEAD_STRIDE + o_d, b_new, mask=m_h)
+    tl.store(p_token + o_part * VALUE_OFFSET + o_h * HEAD_STRIDE + o_d, b_new, mask=m_h)
 
 
 def _constexprs(layout: KVLayout) -> dict[str, Any]:
