@@ -53,9 +53,8 @@ def accesses(compiled: Any) -> list[Access]:
     target = compiled.metadata.target
     lanes = compiled.metadata.num_warps * target.warp_size
     tiles = _tiles(compiled.asm["ttir"])
-    lines: dict[
-        Place, int
-    ] = {}  # the largest of a line: compilers merge the columns of loads that they merge
+    # The largest of a line stands for what has no place of its own: merged loads lose their columns.
+    lines: dict[Place, int] = {}
     for place, size in tiles.items():
         lines[_line(place)] = max(size, lines.get(_line(place), 0))
     instructions = _ptx(compiled.asm["ptx"]) if target.backend == "cuda" else _amdgcn(compiled.asm["amdgcn"])

@@ -262,7 +262,7 @@ def _prefill_attention_kernel(
 
 
 def _flat(arch: str) -> bool:
-    """Whether to store outputs as a vector: AMD's need it, see `store_tile`; ptxas 12.8 and 13.4 spill with it."""
+    """Whether to store outputs as a vector, see `store_tile`. With it ptxas spills for one model or another."""
     return arch.startswith("gfx")
 
 
