@@ -29,22 +29,25 @@ def _dense_update_kernel(
 ):  # fmt: skip
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
-    src = tl.load(src_ptr + i_row * stride_src).to(tl.int64)
     dst = tl.load(dst_ptr + i_row * stride_dst).to(tl.int64)
     if dst < 0:
         return
+    src = tl.load(src_ptr + i_row * stride_src).to(tl.int64)
     o_p = tl.program_id(0) * BM + tl.arange(0, BM)
     o_n = tl.arange(0, N)
-    o_state = i_h * (P * N) + o_p[:, None] * N + o_n[None, :]
-    b_state = tl.load(pool_ptr + src * (HEADS * P * N) + o_state, mask=src >= 0, other=0.0).to(tl.float32)
-    b_dt = softplus(tl.load(dt_ptr + i_row * stride_dt + i_h).to(tl.float32) + tl.load(bias_ptr + i_h))
     b_x = tl.load(x_ptr + i_row * stride_x + i_h * P + o_p).to(tl.float32)
+    o_head = i_h * (P * N) + tl.program_id(0) * (BM * N)
+    o_state = tl.arange(0, BM)[:, None] * N + o_n[None, :]
+    b_state = tl.load(pool_ptr + (src * (HEADS * P * N) + o_head) + o_state, mask=src >= 0, other=0.0).to(
+        tl.float32
+    )
+    b_dt = softplus(tl.load(dt_ptr + i_row * stride_dt + i_h).to(tl.float32) + tl.load(bias_ptr + i_h))
     b_B = tl.load(B_ptr + i_row * stride_B + (i_h // GROUP) * N + o_n).to(tl.float32)
     b_C = tl.load(C_ptr + i_row * stride_C + (i_h // GROUP) * N + o_n).to(tl.float32)
     b_state = b_state * exp(tl.load(A_ptr + i_h) * b_dt) + (b_dt * b_x)[:, None] * b_B[None, :]
     b_out = tl.sum(b_state * b_C[None, :], axis=1) + b_x * tl.load(D_ptr + i_h)
+    tl.store(pool_ptr + (dst * (HEADS * P * N) + o_head) + o_state, b_state.to(pool_ptr.dtype.element_ty))
     tl.store(out_ptr + i_row * stride_out + i_h * P + o_p, b_out.to(out_ptr.dtype.element_ty))
-    tl.store(pool_ptr + dst * (HEADS * P * N) + o_state, b_state.to(pool_ptr.dtype.element_ty))
 
 
 def main(targets):
@@ -59,9 +62,10 @@ def main(targets):
                 for c in (case, dataclasses.replace(case, kernel=_dense_update_kernel, constexprs=dense))
             ]
             out[f"{case.name} {case.geometry} {target}"] = [
-                {"registers": registers, "accesses": sum(widths.values()), "wide": widths.get(16, 0)}
-                for registers, _, widths in rows
-            ]
+                {"registers": registers, "spills": spills, "widths": widths,
+                 "accesses": sum(widths.values()), "wide": widths.get(16, 0)}
+                for registers, spills, widths in rows
+            ]  # fmt: skip
     print(json.dumps(out))
 
 

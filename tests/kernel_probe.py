@@ -29,6 +29,18 @@ def row_sum(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
     tl.store(out_ptr + o_m, tl.sum(tl.load(x_ptr + o_m[:, None] * N + o_n[None, :]), 1))
 
 
+@triton.jit
+def _put(out_ptr, b_rows, odd, N: tl.constexpr):
+    tl.store(out_ptr + odd + tl.arange(0, N), b_rows)  # at an odd place, for all that is known
+
+
+@triton.jit
+def gather(pool_ptr, table_ptr, out_ptr, odd, T: tl.constexpr, D: tl.constexpr):
+    entry = tl.load(table_ptr + tl.arange(0, T)).to(tl.int64)
+    b_rows = tl.load(pool_ptr + entry[:, None] * D + tl.arange(0, D)[None, :])
+    _put(out_ptr, tl.reshape(b_rows, (T * D,)), odd, T * D)
+
+
 def case(kernel, types, constexprs, warps=4, stages=1):
     return CompileCase(
         kernel=kernel, geometry="probe", signature=types, constexprs=constexprs,
@@ -50,6 +62,10 @@ def main():
     out["sum in other rows"] = aot.measure(case(row_sum, flat, {"M": 16, "N": 256}), "sm_90")._asdict()
     bare = {name: kind.removesuffix(":16") for name, kind in flat.items()}
     out["unaligned"] = aot.measure(case(row_sum, bare, {"M": 4, "N": 256}), "sm_90")._asdict()
+    mixed = signature(p_bf16_16="pool_ptr out_ptr", p_i32_16="table_ptr", i32="odd")
+    for target in ("sm_90", "gfx942"):
+        row = aot.measure(case(gather, mixed, {"T": 64, "D": 64}), target)
+        out[f"mixed on {target}"] = row._asdict()
     wide = case(scan, scans, {"M": 128, "N": 128, "K": 32}, warps=1)  # 512 sums a thread
     out["hoard"] = aot.measure(wide, "sm_90")._asdict()
     print(json.dumps(out))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,22 @@ def test_spills_and_narrow_accesses_are_found(probe):
     assert rows["unaligned"].wide_access_share == 0  # the promise of divisibility is what makes accesses wide
 
 
+def test_narrow_accesses_of_data_are_told_from_indices_and_scalars(probe):
+    _, rows = probe
+    fine, unaligned = rows["sum with 4 warps"], rows["unaligned"]
+    # 4 rows of 256 fp32 are 32 bytes for each of 128 lanes; the 4 sums are 16 bytes in all, whatever their width
+    assert (fine.hot_accesses, fine.narrow_hot) == (1, 0)
+    assert fine.narrow_share == pytest.approx(16 / (4096 + 16), abs=1e-4)
+    assert re.fullmatch(r"kernel_probe.py:\d+ 32 bits, 16 B, 0.125 a lane", fine.narrow)
+    assert (unaligned.hot_accesses, unaligned.narrow_hot, unaligned.narrow_share) == (1, 1, 1.0)
+    for target in ("sm_90", "gfx942"):
+        # rows of tokens by a table: the table is no data, and the stores are 16 bits
+        mixed = rows[f"mixed on {target}"]
+        assert (mixed.hot_accesses, mixed.narrow_hot) == (2, 1), mixed
+        assert "16 bits, 8192 B" in mixed.narrow
+        assert "in kernel_probe.py" in mixed.narrow  # inlined: named with its caller
+
+
 def test_the_reduction_class_follows_the_summed_axis_alone(probe):
     _, rows = probe
     assert rows["sum in other rows"].reductions == rows["sum with 4 warps"].reductions
@@ -63,7 +80,8 @@ def test_the_reduction_class_follows_the_summed_axis_alone(probe):
 
 def test_the_command_prints_and_writes_rows(tmp_path):
     rows, done = report(tmp_path / "rows.json", "--targets", "sm_90", "--only", "[512] falcon")
-    _, _, header, _, *lines = done.stdout.splitlines()
+    table, _, totals = done.stdout.partition("By target")
+    _, _, header, _, *lines = table.rstrip().splitlines()
     assert header.split()[:10] == FIELDS.split()
     assert len(lines) == len(rows) >= 3
     assert f"[1/{len(rows)}]" in done.stderr
@@ -71,15 +89,23 @@ def test_the_command_prints_and_writes_rows(tmp_path):
     prefill = next(r for r in rows if r.kernel == "prefill_attention[512]")
     assert decode.reductions == prefill.reductions  # one summation order: equal bits by construction
     assert decode.wide_access_share > 0.95
+    assert decode.hot_accesses == 4  # query, keys, values, partial result
+    _, heads, _, total = totals.splitlines()
+    assert heads.split() == list(aot.summary(rows)[0])
+    assert total.split()[:4] == ["sm_90", str(len(rows)), "0", "0"]
     assert decode.floor_bytes == 2048 * 1024 + 12 * 128 * 2  # 1 KiB a token, and the query
-    assert all(r.spills == 0 and r.hazard == "none" for r in rows)
+    assert all(r.spills == r.narrow_hot == 0 and r.hazard == "none" for r in rows)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("target", command.DEFAULT_TARGETS.split(","))
 def test_every_kernel_keeps_its_budget(target, tmp_path):
-    rows, _ = report(tmp_path / "rows.json", "--targets", target)
-    print(command.table(rows))
+    rows, done = report(tmp_path / "rows.json", "--targets", target)
+    print(done.stdout)
+    (total,) = aot.summary(rows)
+    assert total["spills"] == total["hazards"] == total["narrow_hot"] == 0
+    assert total["max_shared"] <= total["shared_limit"]
+    assert all(r.hot_accesses for r in rows)  # every kernel moves something by 16 bytes a lane
     classes = {}
     for r in rows:
         if r.kernel.startswith(("decode_segment", "prefill_attention")):
@@ -88,7 +114,9 @@ def test_every_kernel_keeps_its_budget(target, tmp_path):
 
 
 ROW = aot.Row("k", "m", "gfx942", 100, 0, 1024, 0.97, 10.0, 10.0, "none", "")
-BUDGET = {"k m gfx942": {"registers": 100, "shared_bytes": 1024, "wide_access_share": 0.97}}
+BUDGET = {
+    "k m gfx942": {"registers": 100, "shared_bytes": 1024, "wide_access_share": 0.97, "narrow_share": 0.01}
+}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +126,8 @@ BUDGET = {"k m gfx942": {"registers": 100, "shared_bytes": 1024, "wide_access_sh
         ({"spills": 1}, "spills must be at most 0, got 1"),
         ({"shared_bytes": 2048}, "shared_bytes must be at most 1024, got 2048"),
         ({"wide_access_share": 0.96}, "wide_access_share must be at least 0.97, got 0.96"),
+        ({"narrow_share": 0.02}, "narrow_share must be at most 0.01, got 0.02"),
+        ({"narrow_hot": 1, "narrow": "k.py:7 64 bits"}, "narrow_hot must be 0, got 1: k.py:7 64 bits"),
         ({"hazard": "present"}, "hazard must be none, got present"),
         ({"kernel": "new"}, "new m gfx942: no budget"),
     ],
@@ -113,7 +143,7 @@ def test_a_kernel_without_a_budget_must_still_fit_the_target():
 
 
 def test_widened_budgets_keep_all_rows_and_never_shrink():
-    worse = ROW._replace(registers=120, wide_access_share=0.9)
+    worse = ROW._replace(registers=120, wide_access_share=0.9, narrow_share=0.1)
     budgets = aot.widened(BUDGET, [worse])
     assert aot.violations([ROW, worse], budgets) == []
     assert aot.widened(budgets, [ROW]) == budgets
@@ -125,6 +155,39 @@ def test_every_checked_in_budget_names_a_declared_kernel():
         f"{c.name} {c.geometry} {t}" for t in command.DEFAULT_TARGETS.split(",") for c in aot.cases(t)
     }
     assert set(budgets) == declared
+
+
+def test_summaries_add_up():
+    other = ROW._replace(target="sm_90", spills=2, hazard="present", hot_accesses=3, narrow_hot=1)
+    amd, nvidia = aot.summary([ROW, other, ROW._replace(shared_bytes=4096), other])
+    assert (amd["target"], amd["rows"], amd["max_shared"], amd["shared_limit"]) == ("gfx942", 2, 4096, 65536)
+    assert [nvidia[n] for n in ("spills", "hazards", "hot_accesses", "narrow_hot")] == [4, 2, 6, 2]
+
+
+def test_paging_costs_nothing_in_the_machine_code():
+    """The paged state update has the memory instructions of the same kernel on dense slots, and no more registers."""
+    done = compile_apart("-m", "tests.contiguous_probe", *command.DEFAULT_TARGETS.split(","))
+    assert done.returncode == 0, done.stderr[-3000:]
+    pairs = json.loads(done.stdout)
+    assert len(pairs) == 16
+    for name, (paged, dense) in pairs.items():
+        assert paged["widths"] == dense["widths"], name
+        assert paged["spills"] == dense["spills"] == 0, name
+        assert paged["registers"] <= dense["registers"], (name, paged, dense)
+
+
+def test_signatures_are_counted():
+    """Batches of 1, 2, 16 and 17, odd and even strides of tables, aligned and unaligned metadata: one signature each.
+
+    Rows of data that are no multiple of 16 elements apart make a second one. The recurrent ops and the convolution refuse
+    them, the KV write, attention and the moves take them.
+    """
+    done = compile_apart("tests/signature_probe.py")
+    assert done.returncode == 0, done.stderr[-3000:]
+    metadata, data = json.loads(done.stdout)
+    declared = {c.kernel.__name__.strip("_").removesuffix("_kernel") for c in aot.cases("sm_90")}
+    assert metadata == dict.fromkeys(declared, 1)
+    assert data == {n: 1 if n in ("copy_units", "zero_units", "fill_exited") else 2 for n in declared}
 
 
 def test_refusals():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BUDGETS = Path(__file__).parent.parent / "triton" / "budgets.json"
 DEFAULT_TARGETS = "sm_80,sm_90,sm_100,gfx942"
+LONG = ("reductions", "narrow")  # fields of a row that only the JSON has
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,9 +51,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"[{i}/{len(todo)}] {case.name} {case.geometry} {target}", file=sys.stderr, flush=True)
         rows.append(aot.measure(case, target))
     if rows:
+        heads = [name for name in rows[0]._fields if name not in LONG]
         print_table(
-            "Kernels, compiled ahead of time", rows[0]._fields, [[_text(v) for v in row] for row in rows]
+            "Kernels, compiled ahead of time",
+            heads,
+            [[_text(getattr(row, name)) for name in heads] for row in rows],
         )
+        summary = aot.summary(rows)
+        print_table("By target", list(summary[0]), [[str(v) for v in line.values()] for line in summary])
     if args.json:
         write_json(args.json, [row._asdict() for row in rows])
     budgets = json.loads(BUDGETS.read_text())

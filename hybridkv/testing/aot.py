@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 import hybridkv.triton as kernels
 from hybridkv.errors import UnsupportedError
+from hybridkv.testing.accesses import accesses, narrow_share
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -48,8 +49,11 @@ _HAZARD_FIXED_IN = (13, 3)  # ptxas; triton #9433
 class Row(NamedTuple):
     """One kernel, compiled for one model and one target.
 
-    `wide_access_share` is the share of global bytes, by instruction, that 128-bit accesses move; what is left are
-    table entries and per-head scalars. `reductions` names the order of every sum: equal text, equal bits.
+    `wide_access_share` is the share of global bytes, by instruction, that 128-bit accesses move, table entries and
+    scalars included. Of data alone: `hot_accesses` is how many loads and stores of the source have 16 bytes for every
+    lane, `narrow_hot` how many of those take narrower instructions; `narrow_share` is the share of all data, by bytes
+    of the tiles, that narrower instructions move, and `narrow` lists them. `reductions` names the order of every sum:
+    equal text, equal bits.
     """
 
     kernel: str
@@ -63,6 +67,10 @@ class Row(NamedTuple):
     floor_bytes: float
     hazard: str
     reductions: str
+    hot_accesses: int = 0
+    narrow_hot: int = 0
+    narrow_share: float = 0.0
+    narrow: str = ""
 
     @property
     def key(self) -> str:
@@ -100,7 +108,7 @@ def measure(case: CompileCase, target: str) -> Row:
     registers, spills, widths = read(compiled)
     total = sum(width * n for width, n in widths.items())
     wide = sum(width * n for width, n in widths.items() if width >= 16)
-    ttgir = compiled.asm["ttgir"]
+    ttgir, data = compiled.asm["ttgir"], accesses(compiled)
     return Row(
         kernel=case.name,
         geometry=case.geometry,
@@ -113,6 +121,10 @@ def measure(case: CompileCase, target: str) -> Row:
         floor_bytes=case.floor_bytes,
         hazard=hazard(ttgir) if target == "sm_90" else "none",
         reductions=reductions(ttgir),
+        hot_accesses=sum(a.hot for a in data),
+        narrow_hot=sum(a.hot and a.narrow for a in data),
+        narrow_share=round(narrow_share(data), 4),
+        narrow="; ".join(str(a) for a in data if a.narrow),
     )
 
 
@@ -219,7 +231,7 @@ def _on_axis(layout: str, axis: int, layouts: dict[str, str]) -> str:
 
 
 def violations(rows: Iterable[Row], budgets: dict[str, dict[str, Any]]) -> list[str]:
-    """Compare rows with their budgets; a row without one is a violation too."""
+    """Compare rows with their budgets; a row without one is a violation too. No budget allows a narrow hot access."""
     out = []
     for row in rows:
         budget = budgets.get(row.key)
@@ -228,16 +240,39 @@ def violations(rows: Iterable[Row], budgets: dict[str, dict[str, Any]]) -> list[
             out.append(f"{row.key}: no budget")
         out += [
             f"{row.key}: {name} must be at most {limits[name]}, got {getattr(row, name)}"
-            for name in ("registers", "spills", "shared_bytes")
+            for name in ("registers", "spills", "shared_bytes", "narrow_share")
             if name in limits and getattr(row, name) > limits[name]
         ]
         if row.wide_access_share < limits.get("wide_access_share", 0):
             out.append(
                 f"{row.key}: wide_access_share must be at least {limits['wide_access_share']}, got {row.wide_access_share}"
             )
+        if row.narrow_hot:
+            out.append(f"{row.key}: narrow_hot must be 0, got {row.narrow_hot}: {row.narrow}")
         if row.hazard == "present":
             out.append(f"{row.key}: hazard must be none, got {row.hazard}")
     return out
+
+
+def summary(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Add up the rows of every target."""
+    by_target: dict[str, list[Row]] = {}
+    for row in rows:
+        by_target.setdefault(row.target, []).append(row)
+    return [
+        {
+            "target": target,
+            "rows": len(of),
+            "spills": sum(r.spills for r in of),
+            "hazards": sum(r.hazard == "present" for r in of),
+            "max_registers": max(r.registers for r in of),
+            "max_shared": max(r.shared_bytes for r in of),
+            "shared_limit": SHARED_LIMIT[target],
+            "hot_accesses": sum(r.hot_accesses for r in of),
+            "narrow_hot": sum(r.narrow_hot for r in of),
+        }
+        for target, of in by_target.items()
+    ]
 
 
 def widened(budgets: dict[str, dict[str, Any]], rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
@@ -249,5 +284,6 @@ def widened(budgets: dict[str, dict[str, Any]], rows: Iterable[Row]) -> dict[str
             "registers": max(row.registers, old.get("registers", 0)),
             "shared_bytes": max(row.shared_bytes, old.get("shared_bytes", 0)),
             "wide_access_share": min(row.wide_access_share, old.get("wide_access_share", 1.0)),
+            "narrow_share": max(row.narrow_share, old.get("narrow_share", 0.0)),
         }
     return dict(sorted(out.items()))

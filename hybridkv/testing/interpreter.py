@@ -7,6 +7,7 @@ Versions 3.6 to 3.9 are alike in what is silently wrong:
     `stride: tl.int64`                                      is ignored; an int that fits becomes an int32
     int32 overflow, `tl.device_assert`                      are not looked at
     masks made from a scalar comparison                     are refused by 3.9
+    loop bounds that are tensors                            warn in 3.6 (numpy deprecates what it does)
 
 Upstream declined repairs (triton #11584, #11604, #4972). Not repaired: fp32 -> fp8, libdevice, inline assembly, the
 single rounding of `tl.fma` before 3.9. The interpreter sums in numpy's order, runs one program after another and never
@@ -154,6 +155,16 @@ def _repair_masks() -> None:
         setattr(Builder, name, call)
 
 
+def _repair_index() -> None:
+    stock = interp._patch_lang_tensor  # noqa: SLF001
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        stock(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interp._patch_lang_tensor = patch_lang_tensor  # noqa: SLF001
+
+
 def _repair_launch() -> None:
     """Honour `tl.int64` annotations, and let floats overflow without a word, as a GPU does."""
     stock = Grid.__call__
@@ -212,6 +223,7 @@ def install() -> None:
     _repair_arithmetic()
     _repair_reductions()
     _repair_masks()
+    _repair_index()
     _repair_launch()
     _patch_once_a_launch()
     interp.interpreter_builder.options = interp.InterpreterOptions(debug=True)  # overflow and device asserts

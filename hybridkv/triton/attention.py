@@ -34,6 +34,7 @@ _LAUNCH = {
     },
 }
 _MERGE_OPTIONS = options(warps=1)
+_MERGE_LANES = {"gfx942": 64, "gfx950": 64, "default": 32}  # of a warp
 LOG2_E = 1.4426950408889634
 _INDICES = ("table_ptr", "rows_ptr", "lengths_ptr", "query_start_ptr", "exits_ptr", "depths_ptr")
 _STRIDES = ("table_stride", "plane_stride", "exits_stride", "segments", "slots")
@@ -195,7 +196,7 @@ def decode_attention(
         workspace, segments, slots, exits, 0 if exits is None else exits.stride(0), depths, scale * LOG2_E,
         HEADS=heads, **constexprs, **launch,
     )  # fmt: skip
-    merge = _merge_constexprs(heads, dim, window)
+    merge = _merge_constexprs(architecture(pool.device), heads, dim, window)
     _decode_merge_kernel[triton.cdiv(heads, merge["BLOCK"]), batch](
         rows, lengths, workspace, segments, slots, out, out.stride(0), **merge, **_MERGE_OPTIONS
     )
@@ -209,6 +210,7 @@ def _prefill_attention_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     VALUE_OFFSET: tl.constexpr, GRANULE: tl.constexpr, GROUP: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     i_head = tl.program_id(1)
     i_sequence = tl.program_id(2).to(tl.int64)
@@ -245,9 +247,23 @@ def _prefill_attention_kernel(
         )  # fmt: skip
         b_top, b_total, b_keep, b_add = _merge(b_top, b_total, b_top_s, b_total_s)
         b_acc = b_acc * b_keep[:, None] + b_acc_s * b_add[:, None]
-    b_out = _quotient(b_acc, b_total[:, None])
-    p_out = out_ptr + o_query[:, None] * out_stride + o_head[:, None] * HEAD_DIM + o_d[None, :]
-    tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_r[:, None])
+    b_out = _quotient(b_acc, b_total[:, None]).to(out_ptr.dtype.element_ty)
+    if FLAT:
+        o_out = tl.arange(0, ROWS * HEAD_DIM)
+        o_r = o_out // HEAD_DIM
+        o_position = low + o_r // GROUP
+        m_r = (o_position >= begin) & (o_position < length) & (o_r < TOKENS * GROUP)
+        p_out = out_ptr + (start + low - begin).to(tl.int64) * out_stride + i_head * GROUP * HEAD_DIM
+        p_out += o_r // GROUP * out_stride + o_r % GROUP * HEAD_DIM + o_out % HEAD_DIM
+        tl.store(p_out, tl.reshape(b_out, (ROWS * HEAD_DIM,)), mask=m_r)
+    else:
+        p_out = out_ptr + o_query[:, None] * out_stride + o_head[:, None] * HEAD_DIM + o_d[None, :]
+        tl.store(p_out, b_out, mask=m_r[:, None])
+
+
+def _flat(arch: str) -> bool:
+    """Whether to store outputs as a vector, see `store_tile`. With it ptxas spills for one model or another."""
+    return arch.startswith("gfx")
 
 
 def prefill_attention(
@@ -257,14 +273,13 @@ def prefill_attention(
 ) -> None:  # fmt: skip
     """Attend from the last positions of every sequence, as many as it has queries."""
     where = KVLayout(*layout)
-    constexprs, launch = _launch(
-        architecture(pool.device), where, query.shape[1], window, pool.element_size()
-    )
+    arch = architecture(pool.device)
+    constexprs, launch = _launch(arch, where, query.shape[1], window, pool.element_size())
     tiles = triton.cdiv(max_query, constexprs["TOKENS"]) + 1  # a chunk may begin inside a tile
     _prefill_attention_kernel[tiles, where.kv_heads, rows.shape[0]](
         pool, query, query.stride(0), query_start, table, table.stride(0), table.stride(-2), rows, lengths,
         out, out.stride(0), exits, 0 if exits is None else exits.stride(0), depths, scale * LOG2_E,
-        **constexprs, **launch,
+        FLAT=_flat(arch), **constexprs, **launch,
     )  # fmt: skip
 
 
@@ -288,14 +303,14 @@ def _launch(
     return fields | shape, options(warps=warps, stages=stages)
 
 
-def _merge_constexprs(heads: int, dim: int, window: int) -> dict[str, int]:
-    """Constexprs of the merge: as many heads a program as give each of 32 threads a 128-bit store of 16-bit outputs."""
+def _merge_constexprs(arch: str, heads: int, dim: int, window: int) -> dict[str, int]:
+    """Constexprs of the merge: as many heads a program as give every lane a 128-bit store of 16-bit outputs."""
     return {
         "HEADS": heads,
         "HEAD_DIM": dim,
         "WINDOW": window,
         "SEGMENT": SEGMENT,
-        "BLOCK": max(1, 256 // dim),
+        "BLOCK": max(1, 8 * constants(_MERGE_LANES, arch) // dim),
     }
 
 
@@ -334,14 +349,14 @@ def _cases(
             bytes_per_token=read + partial, floor_bytes=read, **common,
         ),
         CompileCase(
-            kernel=_prefill_attention_kernel, variant=variant, constexprs=constexprs, options=launch,
+            kernel=_prefill_attention_kernel, variant=variant, options=launch, constexprs=constexprs | {"FLAT": _flat(arch)},
             bytes_per_token=read / constexprs["TOKENS"] + row, floor_bytes=2 * row + line, **common,
         ),
     ]  # fmt: skip
     if tokens == 16:
         cases.append(
             CompileCase(
-                kernel=_decode_merge_kernel, constexprs=_merge_constexprs(heads, dim, 0), options=_MERGE_OPTIONS,
+                kernel=_decode_merge_kernel, constexprs=_merge_constexprs(arch, heads, dim, 0), options=_MERGE_OPTIONS,
                 bytes_per_token=partial + row, floor_bytes=row, **common,
             )
         )  # fmt: skip

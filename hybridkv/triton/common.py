@@ -2,6 +2,10 @@
 
 A decode step and a prefill agree in every bit only if both take each exponential, softplus and division from here.
 Contraction of a product and a sum into one instruction is off everywhere, since the compiler chooses it per kernel.
+
+A kernel has one signature per dtypes and geometry, whatever batch, length and tables are: what is read as scalars is
+never specialized on its alignment, nor are their strides on values (vllm #43009, #52413: a compilation in the middle of
+serving). Where an op lets rows of data be other than a multiple of 16 elements apart, they make a second one.
 """
 
 import functools

@@ -16,6 +16,9 @@ from hybridkv.units import piece_elements
 # One warp: 8 channels of 2 bytes, one 128-bit access a tap, for each of 64 lanes, or twice for each of 32.
 _UPDATE = {"default": {"BLOCK": 512, "warps": 1}}
 _PREFILL = {"default": {"BLOCK": 512, "TOKENS": 8, "warps": 1}}
+# Where tables lie and how far apart their rows are must not make another signature.
+_INDICES = ("src_ptr", "dst_ptr", "at_ptr", "starts_ptr")
+_INTEGERS = ("stride_src", "stride_dst", "stride_dst_row", "stride_dst_line", "stride_at", "kept")
 
 
 def _shape(dim: int, width: int, pieces: int, granule: int, itemsize: int) -> dict[str, Any]:
@@ -33,20 +36,16 @@ def _line(
         return entry * GRANULE + i_w * DIM + o_c, (entry >= 0) & (o_c < DIM)
     flat = i_w * DIM + o_c
     entry = tl.load(table_ptr + flat // PIECE, mask=o_c < DIM, other=-1).to(tl.int64)
+    same: tl.constexpr = o_c.shape[0] | DIM | PIECE  # its lowest bit divides all three
+    entry = tl.max_constancy(entry, same & -same)  # which AMD's buffer loads forget: 16-bit loads of the line
     return entry * GRANULE + flat % PIECE, entry >= 0
 
 
 @triton.jit
 def _history(
-    lines_ptr,
-    table_ptr,
-    i_w,
-    o_c,
-    DIM: tl.constexpr,
-    GRANULE: tl.constexpr,
-    PIECES: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+    lines_ptr, table_ptr, i_w, o_c,
+    DIM: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     o_line, m_line = _line(table_ptr, i_w, o_c, DIM, GRANULE, PIECES, PIECE)
     return tl.load(lines_ptr + o_line, mask=m_line, other=0.0)
 
@@ -72,7 +71,7 @@ def _convolve(
     return b_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_update_kernel(
     lines_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
     x_ptr, stride_x: tl.int64,
@@ -105,17 +104,9 @@ def _conv_update_kernel(
 
 
 def conv_update(
-    lines: Tensor,
-    line_src: Tensor,
-    line_dst: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    granule: int,
-    activation: bool = True,
-) -> None:
+    lines: Tensor, line_src: Tensor, line_dst: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+    out: Tensor, *, granule: int, activation: bool = True,
+) -> None:  # fmt: skip
     """Advance every row by one token; see `hybridkv.ops.conv_update`."""
     (rows, dim), width, pieces = x.shape, len(weight), line_src.shape[1]
     if not rows:
@@ -141,7 +132,7 @@ def _tap(
     return tl.where(token < 0, b_old, b_new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_prefill_kernel(
     lines_ptr, src_ptr, stride_src: tl.int64,
     starts_ptr,
@@ -154,9 +145,8 @@ def _conv_prefill_kernel(
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     tokens = tl.load(starts_ptr + i_row + 1) - start
-    first = (
-        tl.program_id(0) // tl.cdiv(DIM, BLOCK) * TOKENS
-    )  # on axis 0, which alone may pass 65,535 programs
+    # Tokens are on axis 0 as well, which alone may pass 65,535 programs.
+    first = tl.program_id(0) // tl.cdiv(DIM, BLOCK) * TOKENS
     if first >= tokens:
         return
     o_c = tl.program_id(0) % tl.cdiv(DIM, BLOCK) * BLOCK + tl.arange(0, BLOCK)
@@ -179,7 +169,7 @@ def _conv_prefill_kernel(
         b_1 = b_x
 
 
-@triton.jit(do_not_specialize=["kept"])
+@triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_lines_kernel(
     lines_ptr, src_ptr, stride_src: tl.int64,
     dst_ptr, stride_dst_row: tl.int64, stride_dst_line: tl.int64,
@@ -211,20 +201,9 @@ def _conv_lines_kernel(
 
 
 def conv_prefill(
-    lines: Tensor,
-    line_src: Tensor,
-    line_dst: Tensor,
-    line_at: Tensor,
-    starts: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    *,
-    granule: int,
-    max_tokens: int,
-    activation: bool = True,
-) -> None:
+    lines: Tensor, line_src: Tensor, line_dst: Tensor, line_at: Tensor, starts: Tensor, x: Tensor,
+    weight: Tensor, bias: Tensor | None, out: Tensor, *, granule: int, max_tokens: int, activation: bool = True,
+) -> None:  # fmt: skip
     """Convolve packed rows of tokens and keep lines at chosen positions; see `hybridkv.ops.conv_prefill`."""
     dim, width, (rows, kept, pieces) = x.shape[1], len(weight), line_dst.shape
     if not rows:

@@ -24,15 +24,23 @@ from hybridkv.triton.common import (
     sigmoid,
     signature,
     softplus,
-)
+)  # fmt: skip
 from hybridkv.triton.tiles import member, piece, store_tile
 from hybridkv.units import DELTA_CHUNK, delta_window
 
 _UPDATE = {"default": {"BV": 32, "warps": 4}}
 _RULE = {"default": {"BV": 32, "warps": 4}}
+# Read as scalars: where they lie must not make another signature.
+_SCALARS = (
+    "src_ptr", "dst_ptr", "boundaries_ptr", "windows_ptr", "starts_ptr", "positions_ptr",
+    "a_ptr", "b_ptr", "A_ptr", "bias_ptr",
+)  # fmt: skip
+_STRIDES = (
+    "stride_src", "stride_dst", "stride_boundaries_row", "stride_boundaries_chunk", "stride_a", "stride_b",
+)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_STRIDES)
 def _delta_update_kernel(
     pool_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
     q_ptr, stride_q: tl.int64,
@@ -71,22 +79,9 @@ def _delta_update_kernel(
 
 
 def delta_update(
-    pool: Tensor,
-    src_members: Tensor,
-    dst_members: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    bias: Tensor,
-    out: Tensor,
-    *,
-    granule: int,
-    heads_per_member: int,
-    scale: float,
-) -> None:
+    pool: Tensor, src_members: Tensor, dst_members: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
+    b: Tensor, A: Tensor, bias: Tensor, out: Tensor, *, granule: int, heads_per_member: int, scale: float,
+) -> None:  # fmt: skip
     """Advance the state of every row by one token; see `hybridkv.ops.delta_update`."""
     (rows, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[1:]
     if not rows:
@@ -143,7 +138,7 @@ def _solve(b_X, b_A, m_fresh, o_r, hi, dtype: tl.constexpr):
     return b_X
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_STRIDES)
 def _delta_rule_kernel(
     pool_ptr, src_ptr, stride_src: tl.int64,
     boundaries_ptr, stride_boundaries_row: tl.int64, stride_boundaries_chunk: tl.int64,
@@ -228,7 +223,7 @@ def _delta_rule_kernel(
             store_tile(p_window + AT_V + i_h * V + v0, HV * V, tl.trans(b_X.to(dtype)), lo, hi, L, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_STRIDES)
 def _delta_append_kernel(
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
@@ -256,28 +251,10 @@ def _delta_append_kernel(
 
 
 def delta_rule(
-    pool: Tensor,
-    src_members: Tensor,
-    boundaries: Tensor,
-    window_pool: Tensor,
-    windows: Tensor,
-    starts: Tensor,
-    positions: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    A: Tensor,
-    bias: Tensor,
-    out: Tensor,
-    *,
-    granule: int,
-    heads_per_member: int,
-    window_granule: int,
-    scale: float,
-    max_tokens: int,
-) -> None:
+    pool: Tensor, src_members: Tensor, boundaries: Tensor, window_pool: Tensor, windows: Tensor, starts: Tensor,
+    positions: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A: Tensor, bias: Tensor,
+    out: Tensor, *, granule: int, heads_per_member: int, window_granule: int, scale: float, max_tokens: int,
+) -> None:  # fmt: skip
     """Advance every row by its tokens; see `hybridkv.ops.delta_rule`."""
     rows, (key_heads, key_dim), (heads, value_dim) = len(windows), k.shape[1:], v.shape[1:]
     if not rows or not max_tokens:
@@ -293,14 +270,9 @@ def delta_rule(
         **options(warps=c["warps"]),
     )  # fmt: skip
     _delta_append_kernel[(min(DELTA_CHUNK, max_tokens), rows)](
-        *spans,
-        k,
-        k.stride(0),
-        a,
-        a.stride(0),
-        **_append_shape(key_heads, key_dim, heads, window),
-        **options(warps=4),
-    )
+        *spans, k, k.stride(0), a, a.stride(0),
+        **_append_shape(key_heads, key_dim, heads, window), **options(warps=4),
+    )  # fmt: skip
 
 
 def compile_cases(arch: str) -> list[CompileCase]:

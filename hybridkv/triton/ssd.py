@@ -28,7 +28,7 @@ from hybridkv.triton.common import (
     options,
     signature,
     softplus,
-)
+)  # fmt: skip
 from hybridkv.triton.tiles import member, piece, store_tile
 from hybridkv.units import ssd_window
 
@@ -45,6 +45,13 @@ _FOLD = {
         4: {"BM": 32, "BN": 64, "warps": 4, "stages": 1},
     }
 }
+# Read as scalars: where they lie must not make another signature.
+_SCALARS = (
+    "src_ptr", "boundaries_ptr", "windows_ptr", "starts_ptr", "positions_ptr", "dt_ptr", "A_ptr", "D_ptr", "bias_ptr",
+)  # fmt: skip
+_INTEGERS = (
+    "stride_src", "stride_boundaries_row", "stride_boundaries_chunk", "stride_dt", "later", "first_piece", "pieces",
+)  # fmt: skip
 
 
 def _shape(
@@ -82,7 +89,7 @@ def _fold_launch(
     return tiles, options(warps=c["warps"], stages=c["stages"])
 
 
-@triton.jit(do_not_specialize=["later"])
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_INTEGERS)
 def _ssd_append_kernel(
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
@@ -146,7 +153,7 @@ def _steps(p_dt, s_dt, m_j, o_j, A, bias):
     return b_dt, tl.cumsum(b_dt * A, 0)
 
 
-@triton.jit(do_not_specialize=["first_piece", "pieces"])
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_INTEGERS)
 def _ssd_rows_kernel(
     pool_ptr, src_ptr, stride_src: tl.int64,
     boundaries_ptr, stride_boundaries_row: tl.int64, stride_boundaries_chunk: tl.int64,
@@ -221,7 +228,7 @@ def _ssd_rows_kernel(
     store_tile(p_out, stride_out, b_out.to(out_ptr.dtype.element_ty), lo - m0, hi - m0, BM, BP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_INTEGERS)
 def _ssd_fold_kernel(
     pool_ptr, src_ptr, stride_src: tl.int64,
     boundaries_ptr, stride_boundaries_row: tl.int64, stride_boundaries_chunk: tl.int64,
@@ -279,29 +286,11 @@ def _ssd_fold_kernel(
 
 
 def ssd(
-    pool: Tensor,
-    src_members: Tensor,
-    boundaries: Tensor,
-    scratch: Tensor | None,
-    window_pool: Tensor,
-    windows: Tensor,
-    starts: Tensor,
-    positions: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    out: Tensor,
-    *,
-    granule: int,
-    heads_per_member: int,
-    window_granule: int,
-    chunk: int,
-    max_tokens: int,
-) -> None:
+    pool: Tensor, src_members: Tensor, boundaries: Tensor, scratch: Tensor | None, window_pool: Tensor,
+    windows: Tensor, starts: Tensor, positions: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor, bias: Tensor, out: Tensor, *, granule: int, heads_per_member: int, window_granule: int,
+    chunk: int, max_tokens: int,
+) -> None:  # fmt: skip
     """Advance every row by its tokens; see `hybridkv.ops.ssd`."""
     rows, (heads, head_dim), (groups, state_dim) = len(windows), x.shape[1:], B.shape[1:]
     if not rows or not max_tokens:
@@ -319,17 +308,9 @@ def ssd(
 
     def append(later: int) -> None:
         _ssd_append_kernel[(tokens, rows)](
-            *spans,
-            x,
-            x.stride(0),
-            dt,
-            dt.stride(0),
-            B,
-            B.stride(0),
-            later,
-            **_append_shape(shape),
-            **options(warps=4),
-        )
+            *spans, x, x.stride(0), dt, dt.stride(0), B, B.stride(0), later,
+            **_append_shape(shape), **options(warps=4),
+        )  # fmt: skip
 
     def outputs(first: int, count: int) -> None:
         tiles, launch = _rows_launch(head_dim, state_dim, arch, size)

@@ -1,7 +1,8 @@
 """Selective state update (Mamba-2) through member pages; the kernel.
 
 A program owns rows of one head's state, reads them once and writes them once in the same layout, so that source and
-destination may be one.
+destination may be one. Addresses are a scalar and an offset in the tile, and the state is stored before the output:
+registers as on contiguous slots (a test compares), and fewer of them than the other way round.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from hybridkv.triton.common import (
     options,
     signature,
     softplus,
-)
+)  # fmt: skip
 
 # BM x 256 in bf16 is two 128-bit loads a thread at 16 rows and 4 warps; vLLM's default for this state, 4 rows and 8
 # warps, has none. Rows are independent: what BM must not change is the layout of the summed axis.
@@ -32,7 +33,13 @@ def _shape(
     return {"P": head_dim, "N": state_dim, "GRANULE": granule, "HEADS": per_member, "GROUP": heads // groups}
 
 
-@triton.jit
+# Read as scalars: where they lie must not make another signature.
+_SCALARS = ("src_ptr", "dst_ptr", "dt_ptr", "A_ptr", "D_ptr", "bias_ptr")
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=_SCALARS, do_not_specialize=("stride_src", "stride_dst", "stride_dt")
+)
 def _state_update_kernel(
     pool_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
     x_ptr, stride_x: tl.int64,
@@ -47,40 +54,29 @@ def _state_update_kernel(
 ):  # fmt: skip
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
-    src = tl.load(src_ptr + i_row * stride_src + i_h // HEADS).to(tl.int64)
     dst = tl.load(dst_ptr + i_row * stride_dst + i_h // HEADS).to(tl.int64)
     if dst < 0:
         return
+    src = tl.load(src_ptr + i_row * stride_src + i_h // HEADS).to(tl.int64)
     o_p = tl.program_id(0) * BM + tl.arange(0, BM)
     o_n = tl.arange(0, N)
-    o_state = (i_h % HEADS) * (P * N) + o_p[:, None] * N + o_n[None, :]
-    b_state = tl.load(pool_ptr + src * GRANULE + o_state, mask=src >= 0, other=0.0).to(tl.float32)
-    b_dt = softplus(tl.load(dt_ptr + i_row * stride_dt + i_h).to(tl.float32) + tl.load(bias_ptr + i_h))
     b_x = tl.load(x_ptr + i_row * stride_x + i_h * P + o_p).to(tl.float32)
+    o_head = (i_h % HEADS) * (P * N) + tl.program_id(0) * (BM * N)
+    o_state = tl.arange(0, BM)[:, None] * N + o_n[None, :]
+    b_state = tl.load(pool_ptr + (src * GRANULE + o_head) + o_state, mask=src >= 0, other=0.0).to(tl.float32)
+    b_dt = softplus(tl.load(dt_ptr + i_row * stride_dt + i_h).to(tl.float32) + tl.load(bias_ptr + i_h))
     b_B = tl.load(B_ptr + i_row * stride_B + (i_h // GROUP) * N + o_n).to(tl.float32)
     b_C = tl.load(C_ptr + i_row * stride_C + (i_h // GROUP) * N + o_n).to(tl.float32)
     b_state = b_state * exp(tl.load(A_ptr + i_h) * b_dt) + (b_dt * b_x)[:, None] * b_B[None, :]
     b_out = tl.sum(b_state * b_C[None, :], axis=1) + b_x * tl.load(D_ptr + i_h)
+    tl.store(pool_ptr + (dst * GRANULE + o_head) + o_state, b_state.to(pool_ptr.dtype.element_ty))
     tl.store(out_ptr + i_row * stride_out + i_h * P + o_p, b_out.to(out_ptr.dtype.element_ty))
-    tl.store(pool_ptr + dst * GRANULE + o_state, b_state.to(pool_ptr.dtype.element_ty))
 
 
 def state_update(
-    pool: Tensor,
-    src_members: Tensor,
-    dst_members: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    bias: Tensor,
-    out: Tensor,
-    *,
-    granule: int,
-    heads_per_member: int,
-) -> None:
+    pool: Tensor, src_members: Tensor, dst_members: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
+    C: Tensor, D: Tensor, bias: Tensor, out: Tensor, *, granule: int, heads_per_member: int,
+) -> None:  # fmt: skip
     """Advance the state of every row by one token; see `hybridkv.ops.state_update`."""
     rows, heads, head_dim = x.shape
     groups, state_dim = B.shape[1:]
