@@ -270,6 +270,7 @@ def run(report: Report, device: torch.device, sizes: exact.Sizes) -> None:
         ("attention", lambda: exact.attention(device, sizes)),
         ("ssd", lambda: exact.recurrent(exact.ssd_family(device, sizes), sizes.steps)),
         ("delta_rule", lambda: exact.recurrent(exact.delta_family(device, sizes), sizes.steps)),
+        ("served", lambda: exact.served(device)),
     ):
         report.run(name, partial(compare, report, name, histories))
     copy, (name, cache) = copy_bandwidth(device), machine(device)

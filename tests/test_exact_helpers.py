@@ -36,6 +36,12 @@ def test_recurrent_histories_agree():
         assert all(found.values()), found
 
 
+def test_served_histories_agree():
+    found = exact.served(CPU, "reference")
+    assert len(found) == 14
+    assert all(found.values()), found
+
+
 def test_a_history_of_other_tokens_does_not_agree():
     family = exact.ssd_family(CPU, SMALL)
     out, states = exact.history(family, [32], 3, 0)

@@ -32,6 +32,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(gpu, "machine", lambda _: ("none", 50 << 20))
     monkeypatch.setattr(gpu, "compiled", lambda *_: None)
     monkeypatch.setattr(exact, "attention", lambda *_: {"cut": True})
+    monkeypatch.setattr(exact, "served", lambda *_: {"s2": True})
     monkeypatch.setattr(exact, "recurrent", lambda *_: {"cut": True, "again": False})
 
 

@@ -221,3 +221,45 @@ def recurrent(family: Family, steps: int) -> dict[str, bool]:
         "cut inside a chunk": equal([family.chunk + 5, n - 3, n], 3, 3),
         "replay decode": equal(list(range(max(1, n - steps), n + 1)), 3, 4),
     }
+
+
+def served(device: torch.device, impl: str = "triton", new: int = 8) -> dict[str, bool]:
+    """Serve a toy model over every organization, and through host memory; against each request alone."""
+    from hybridkv.arena.offload import HostTier
+    from hybridkv.testing import toy_hybrid as toy
+
+    prompts = [[7 * k % 61 for k in range(n)] for n in (70, 40, 50)]
+    found: dict[str, bool] = {}
+    for kind in ("mamba2", "gated_delta_net"):
+        weights = toy.Weights(toy.toy_geometry(kind), device=device)
+
+        def engine(name: str, budget: int, weights: toy.Weights = weights) -> toy.ToyEngine:
+            o = toy.toy_organization(name, weights.g)
+            config = toy.HybridConfig(token_budget=budget, max_running=2, cut_at_boundaries=False)
+            return toy.ToyEngine(o, weights, pages={p.name: 60 for p in o.pools}, config=config, impl=impl)
+
+        def run(e: toy.ToyEngine, names: list[int]) -> list[toy.Served]:
+            for n in names:
+                e.submit(n, prompts[n % len(prompts)], new)
+            return [e.run()[n] for n in names]
+
+        def equal(got: toy.Served, want: toy.Served) -> bool:
+            return got.tokens == want.tokens and all(same(x, want.logits[p]) for p, x in got.logits.items())
+
+        alone = [run(engine("s0", 256), [n])[0] for n in range(len(prompts))]
+        for name in toy.ORGANIZATIONS:
+            got = run(engine(name, 25), [0, 1, 2])
+            found[f"{kind} served, {name}"] = all(map(equal, got, alone))
+        e = engine("s2", 25)
+        run(e, [0])
+        r, host = e.cache.request("again", prompts[0]), HostTier(e.arena, e.cache, budget_bytes=1 << 20)
+        host.store_prefix(r)
+        while host.poll():
+            pass
+        e.cache.clear()
+        host.fetch(r)
+        while host.poll():
+            pass
+        e.cache.release(r)
+        found[f"{kind} served, from the host"] = equal(run(e, [3])[0], alone[0]) and e.hits[3] == 64
+    return found

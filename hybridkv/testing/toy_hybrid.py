@@ -73,28 +73,28 @@ def toy_organization(name: str, g: ModelGeometry) -> Organization:
 
 
 class Weights:
-    """Random matrices, one set for each layer."""
+    """Random matrices, one set for each layer, the same on every device."""
 
-    def __init__(self, g: ModelGeometry, seed: int = 0) -> None:
-        self.g = g
+    def __init__(self, g: ModelGeometry, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        self.g, self.device = g, torch.device(device)
         spec, draw = g.recurrent, torch.Generator().manual_seed(seed)
         assert spec is not None
 
-        def matrix(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=draw) / rows**0.5
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw).to(self.device)
 
-        self.embedding, self.head = torch.randn(VOCABULARY, WIDTH, generator=draw), matrix(WIDTH, VOCABULARY)
+        def matrix(rows: int, columns: int) -> Tensor:
+            return normal(rows, columns) / rows**0.5
+
+        self.embedding, self.head = normal(VOCABULARY, WIDTH), matrix(WIDTH, VOCABULARY)
         self.qkv = [matrix(WIDTH, (QUERIES + 2 * KV_HEADS) * HEAD) for _ in range(g.attention_layers)]
         self.attended = [matrix(QUERIES * HEAD, WIDTH) for _ in range(g.attention_layers)]
         gates = spec.rows * (1 if spec.kind is RecurrentKind.MAMBA2 else 2)
         self.inputs = [matrix(WIDTH, spec.conv_dim + gates) for _ in range(spec.layers)]
         self.taps = [matrix(spec.conv_width, spec.conv_dim).to(BF16) for _ in range(spec.layers)]
         self.outputs = [matrix(spec.rows * HEAD, WIDTH) for _ in range(spec.layers)]
-        self.A = -torch.rand(spec.rows, generator=draw) - 0.5
-        self.D, self.bias = (
-            torch.randn(spec.rows, generator=draw),
-            torch.randn(spec.rows, generator=draw) - 2,
-        )
+        self.A = -normal(spec.rows).abs() - 0.5
+        self.D, self.bias = normal(spec.rows), normal(spec.rows) - 2
 
 
 def each(x: Tensor, matrix: Tensor) -> Tensor:
@@ -130,7 +130,8 @@ class ToyEngine:
         self.spec = self.g.recurrent
         self.cache = HybridCache(organization, pages=pages, policy=CachePolicy(decode=decode), check=3)
         self.planner = HybridPlanner(self.cache, config or HybridConfig(token_budget=64, max_running=4))
-        self.arena = Arena(organization, pages, order=order, red_zone=64, poison=True)
+        self.device = weights.device
+        self.arena = Arena(organization, pages, device=self.device, order=order, red_zone=64, poison=True)
         running, budget = self.planner.config.max_running, self.planner.config.token_budget
         self.tables = StepTables(
             self.arena, self.cache, rows=running + pad, tokens=budget + pad, context=context, check=2
@@ -181,8 +182,8 @@ class ToyEngine:
         tables = self.tables.update(step, rows=rows, tokens=total + self.pad)
         self.arena.convert(tables.loads, self.impl)
         ids = [r.tokens[a:b] for r, a, b in zip(requests, step.start, step.stop, strict=True)]
-        hidden = torch.zeros(total + self.pad, WIDTH)
-        hidden[:total] = self.weights.embedding[torch.from_numpy(np.concatenate(ids)).long()]
+        hidden = torch.zeros(total + self.pad, WIDTH, device=self.device)
+        hidden[:total] = self.weights.embedding[torch.from_numpy(np.concatenate(ids)).long().to(self.device)]
         ratio = self.g.recurrent_layers // self.g.attention_layers
         for layer in range(self.g.attention_layers):
             hidden = hidden + self._attend(tables, layer, hidden, total)
@@ -197,7 +198,7 @@ class ToyEngine:
         qkv = each(hidden, self.weights.qkv[layer]).to(BF16).split(widths, 1)
         q, k, v = (part.unflatten(1, (-1, HEAD)) for part in qkv)
         pool, layout = self.arena.view(ATTENTION, inner), self.arena.kv_layout
-        table, out = t.blocks[group], torch.full(q.shape, float("nan"))
+        table, out = t.blocks[group], torch.full(q.shape, float("nan"), device=self.device)
         ops.write_kv(pool, k, v, table, t.token_seats, t.token_positions, layout=layout, impl=self.impl)
         ops.prefill_attention(
             pool, q, t.starts, table, t.seats, t.lengths, out,
@@ -219,7 +220,7 @@ class ToyEngine:
             .to(BF16)
             .split([spec.conv_dim, w.inputs[layer].shape[1] - spec.conv_dim], 1)
         )
-        mixed = torch.full(inputs.shape, float("nan"), dtype=BF16)
+        mixed = torch.full(inputs.shape, float("nan"), dtype=BF16, device=self.device)
         ops.conv_prefill(
             arena.view(CONV, inner), t.line_src[group], t.line_dst[group], t.line_at, t.starts,
             inputs.contiguous(), w.taps[layer], None, mixed,
@@ -227,7 +228,7 @@ class ToyEngine:
         )  # fmt: skip
         mixed[total:] = 0
         parts = [p.contiguous().unflatten(1, (-1, HEAD)) for p in mixed.split(list(spec.conv_sections), 1)]
-        out = torch.full((len(hidden), spec.rows, HEAD), float("nan"))
+        out = torch.full((len(hidden), spec.rows, HEAD), float("nan"), device=self.device)
         if spec.kind is RecurrentKind.MAMBA2:
             self._mamba(t, group, inner, parts, gates.contiguous(), out)
         else:
@@ -247,7 +248,9 @@ class ToyEngine:
             ops.state_update(pool, source, t.dst_members[group], *tokens, **held)
             return
         ends = t.boundaries[group]
-        scratch = torch.full((*ends.shape[:2], self.spec.rows, HEAD, HEAD), float("nan"), dtype=pool.dtype)
+        scratch = torch.full(
+            (*ends.shape[:2], self.spec.rows, HEAD, HEAD), float("nan"), dtype=pool.dtype, device=self.device
+        )
         ops.ssd(
             pool, source, ends, scratch, arena.view(WINDOW, inner), t.windows[group], t.starts, t.positions, *tokens,
             window_granule=arena.granule(WINDOW), chunk=self.g.chunk_tokens, max_tokens=t.max_tokens, **held,
