@@ -224,7 +224,8 @@ def _check_overflow_in_numpy() -> None:
 
 def _remember_types() -> None:
     """Stock builds a table of types at every constant, and lists of constants at every value: another third."""
-    language, block_type = tl.core, tl.block_type
+    language: Any = tl.core
+    block_type = tl.block_type
     stock_np_dtype, stock_unwrap = interp._get_np_dtype, language._unwrap_if_constexpr  # noqa: SLF001
     stock_equal, stock_block = tl.dtype.__eq__, block_type.__init__
     nested = (list, tuple, language.tuple)
