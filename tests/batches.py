@@ -87,7 +87,13 @@ class Batch:
         where = [self.storage.nothing()] * ends
         for c in range(done):
             last = c == done - 1
-            if last and row.members.members[0] >= 0 and not row.shared and not self.keep_all and next(self.turns):
+            if (
+                last
+                and row.members.members[0] >= 0
+                and not row.shared
+                and not self.keep_all
+                and next(self.turns)
+            ):
                 where[c] = row.members
             elif last or self.keep_all or self.rng.random() < 0.5:
                 where[c] = self.storage.take()
@@ -141,11 +147,15 @@ class Batch:
             kept.append([p.members for p in targets[place]] if place is not None else [none] * ends)
             positions.append(row.position if row else 0)
             starts.append(starts[-1] + n)
-        elsewhere = [members not in where for members, where in zip(sources, kept, strict=True)]  # else it is refused
+        elsewhere = [
+            members not in where for members, where in zip(sources, kept, strict=True)
+        ]  # else it is refused
         if self.fault == "members read in reverse":
             sources = [m[::-1] if ok else m for m, ok in zip(sources, elsewhere, strict=True)]
         if self.fault == "members read 16 bytes further":
-            sources = [[e + (e >= 0) for e in m] if ok else m for m, ok in zip(sources, elsewhere, strict=True)]
+            sources = [
+                [e + (e >= 0) for e in m] if ok else m for m, ok in zip(sources, elsewhere, strict=True)
+            ]
         inputs = {
             k: torch.cat([row.tokens[k][row.position : row.position + n] for row, n in steps])
             for k in steps[0][0].tokens

@@ -59,9 +59,7 @@ def search(cases: Any, check: Callable[[Any], Found], count: int) -> Census:
         assert not found[-1].bits
 
     one()
-    return Census(
-        Counter(name for f in found for name in f.varied), len(found), sum(f.bits for f in found)
-    )
+    return Census(Counter(name for f in found for name in f.varied), len(found), sum(f.bits for f in found))
 
 
 def survey(title: str, properties: Iterable[str], cases: Any, check: Callable[[Any], Found]) -> None:

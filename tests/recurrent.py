@@ -114,6 +114,9 @@ class Storage:
         """Which of the arena's pages a checkpoint's members lie in."""
         return [entry * GRANULE // self.stride for entry in placed.members]
 
+    def line_pages(self, placed: Placed) -> list[int]:
+        return [entry * GRANULE // self.stride for entry in placed.line]
+
     def nothing(self) -> Placed:
         return Placed(*([ABSENT] * len(part) for part in self._shape()))
 

@@ -52,7 +52,7 @@ def matches(name: str, seed: int, row: Row, impl: str, state: torch.dtype, since
 
 
 @st.composite
-def plans(draw: st.DrawFn, chunk: int, decodes: bool) -> list[int]:
+def plans(draw: st.DrawFn, chunk: int, *, decodes: bool) -> list[int]:
     """Tokens of a row's calls: decode steps over a chunk's end, or prefill cut at one; and cuts anywhere."""
     stop = draw(st.integers(2 * chunk + 2, min(LENGTH, 3 * chunk)))
     cuts = set(draw(st.lists(st.integers(1, stop - 1), max_size=2)))
@@ -70,7 +70,7 @@ def histories(name: str) -> st.SearchStrategy[dict]:
         {
             "organization": st.sampled_from(ORGANIZATIONS),
             "state": st.sampled_from([BF16, BF16, FP32]),
-            "plans": st.tuples(plans(chunk, True), plans(chunk, False)),
+            "plans": st.tuples(plans(chunk, decodes=True), plans(chunk, decodes=False)),
             "tokens": st.tuples(st.integers(0, 2), st.integers(0, 2)),
             "spare": st.integers(0, 1),
             "seed": st.integers(0, 2**16),
@@ -198,7 +198,9 @@ def test_another_tile_of_a_summed_axis_changes_bits(monkeypatch):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_chunk_changes_bits(name, impl, monkeypatch):
-    family = FAMILIES[name]._replace(chunk=48 - FAMILIES[name].chunk)  # 16 where it is 32, and 32 where it is 16
+    family = FAMILIES[name]._replace(
+        chunk=48 - FAMILIES[name].chunk
+    )  # 16 where it is 32, and 32 where it is 16
     if name == "delta":
         for module in (units, delta_ops, delta_reference, delta_kernels):
             monkeypatch.setattr(module, "DELTA_CHUNK", family.chunk)
@@ -218,7 +220,9 @@ def test_decode_that_advances_the_state_at_every_token_gives_other_bits(name, im
     batch = Batch(FAMILIES[name], state=state, impl=impl)
     family, s, row = batch.family, batch.storage, batch.start(LENGTH, 0)
     batch.advance([(row, family.chunk)])
-    op, extra = (ops.state_update, {}) if name == "ssd" else (ops.delta_update, {"scale": family.key_dim**-0.5})
+    op, extra = (
+        (ops.state_update, {}) if name == "ssd" else (ops.delta_update, {"scale": family.key_dim**-0.5})
+    )
     for n in range(family.chunk, 2 * family.chunk):
         members = i32([row.members.members])
         op(
@@ -258,7 +262,7 @@ def test_folding_into_a_shared_checkpoint_changes_bits(name, impl):
     batch.advance([(first, chunk)])
     second = batch.resume(first)
     first.shared = False
-    batch.turns = itertools.repeat(True)  # fold in place
+    batch.turns = itertools.cycle([True])  # fold in place
     batch.advance([(first, chunk)])
     assert first.members == second.members
     batch.advance([(second, chunk)])

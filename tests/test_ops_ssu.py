@@ -147,7 +147,9 @@ def states(name: str, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def alone(name: str, impl: str, row: int, state: torch.dtype, absent: bool, organization: str) -> list[tuple[Tensor, ...]]:
+def alone(
+    name: str, impl: str, row: int, state: torch.dtype, absent: bool, organization: str
+) -> list[tuple[Tensor, ...]]:
     """Output and state of one row after each step, by itself, always elsewhere."""
     f = FAMILIES[name]
     s = Storage(organization, f.heads, f.head_elements, 24, state)
