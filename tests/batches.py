@@ -147,15 +147,13 @@ class Batch:
             kept.append([p.members for p in targets[place]] if place is not None else [none] * ends)
             positions.append(row.position if row else 0)
             starts.append(starts[-1] + n)
-        elsewhere = [
-            members not in where for members, where in zip(sources, kept, strict=True)
-        ]  # else it is refused
-        if self.fault == "members read in reverse":
-            sources = [m[::-1] if ok else m for m, ok in zip(sources, elsewhere, strict=True)]
-        if self.fault == "members read 16 bytes further":
-            sources = [
-                [e + (e >= 0) for e in m] if ok else m for m, ok in zip(sources, elsewhere, strict=True)
-            ]
+        for n, members in enumerate(sources):
+            if members in kept[n]:  # in place: the op would refuse what is planted
+                continue
+            if self.fault == "members read in reverse":
+                sources[n] = members[::-1]
+            if self.fault == "members read 16 bytes further":
+                sources[n] = [e + (e >= 0) for e in members]
         inputs = {
             k: torch.cat([row.tokens[k][row.position : row.position + n] for row, n in steps])
             for k in steps[0][0].tokens
