@@ -227,7 +227,7 @@ def _remember_types() -> None:
     language: Any = tl.core
     block_type = tl.block_type
     stock_np_dtype, stock_unwrap = interp._get_np_dtype, language._unwrap_if_constexpr  # noqa: SLF001
-    stock_equal, stock_block = tl.dtype.__eq__, block_type.__init__
+    stock_equal, stock_equal_tuples, stock_block = tl.dtype.__eq__, language.tuple.__eq__, block_type.__init__
     nested = (list, tuple, language.tuple)
     np_dtypes: dict[str, Any] = {}
     values: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -246,6 +246,12 @@ def _remember_types() -> None:
 
     def equal(self: Any, other: Any) -> bool:
         return self is other or stock_equal(self, other)
+
+    def equal_tuples(self: Any, other: Any) -> Any:
+        them = other.values if isinstance(other, language.tuple) else other
+        if not isinstance(them, (list, tuple)) or any(isinstance(v, nested) for v in them):
+            return stock_equal_tuples(self, other)
+        return language.constexpr(self.values == [unwrap(v) for v in them])
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, tuple([unwrap(n) for n in shape])
@@ -268,6 +274,7 @@ def _remember_types() -> None:
 
     interp._get_np_dtype, language._unwrap_if_constexpr = np_dtype, unwrap  # noqa: SLF001
     tl.dtype.__eq__, block_type.__init__, tl.tensor.__init__ = equal, init_block, init_value
+    language.tuple.__eq__ = equal_tuples
 
 
 def install() -> None:
