@@ -162,7 +162,9 @@ def histories(draw: st.DrawFn, organizations: Sequence[str] = ORGANIZATIONS) -> 
     """Calls of two or three rows: some prefill with pieces of any length, some decode steps, at least one of each."""
     count, kind = draw(st.integers(2, 3)), st.sampled_from(["prefill", "decode"])
     kinds = draw(st.permutations(["prefill", "decode", *draw(st.lists(kind, max_size=3))]))
-    pieces = st.lists(st.integers(0, 9), min_size=count, max_size=count)
+    pieces = st.lists(st.integers(0, 9), min_size=count, max_size=count).map(
+        lambda p: p if any(p) else [1, *p[1:]]
+    )
     orders = [draw(st.permutations(range(count))) for _ in kinds[1:]]
     return {
         "organization": draw(st.sampled_from(organizations)),
