@@ -155,6 +155,15 @@ def _repair_masks() -> None:
         setattr(Builder, name, call)
 
 
+def _with_room(run: Any, *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+# CPython keeps frames in chunks of 16 KiB. A loop whose calls cross a chunk's end maps and unmaps memory at every one,
+# a third of a launch's time at an unlucky depth. A frame of 256 KiB opens a chunk of 512, which no kernel fills.
+_with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 15)
+
+
 def _repair_launch() -> None:
     """Honour `tl.int64` annotations, and let floats overflow without a word, as a GPU does."""
     stock = Grid.__call__
@@ -170,7 +179,7 @@ def _repair_launch() -> None:
 
         args = tuple(widen(n, v) for n, v in zip(self.arg_names, args, strict=False))
         with np.errstate(all="ignore"):
-            return stock(self, *args, **{n: widen(n, v) for n, v in kwargs.items()})
+            return _with_room(stock, self, *args, **{n: widen(n, v) for n, v in kwargs.items()})
 
     Grid.__call__ = call
 
