@@ -1,5 +1,6 @@
 """A search over drawn cases that counts what they varied, and how many bits differed."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -28,9 +29,9 @@ class Census(NamedTuple):
     bits: int
 
     def report(self, title: str) -> None:
-        print(f"\n{title}: {self.cases} cases, {self.bits} differing bits")
-        for name, count in sorted(self.varied.items()):
-            print(f"    {count:4d}  {name}")
+        lines = [f"{title}: {self.cases} cases, {self.bits} differing bits"]
+        lines += [f"    {count:4d}  {name}" for name, count in sorted(self.varied.items())]
+        print("", *lines, sep="\n", file=sys.stderr)  # workers of pytest-xdist have no standard output
 
 
 def unsorted(rows: Sequence[int]) -> st.SearchStrategy[list[int]]:
