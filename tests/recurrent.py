@@ -1,4 +1,4 @@
-"""Material for the tests of the recurrent families: layouts, poisoned storage, rows with a history, error measures."""
+"""Material for the tests of the recurrent families: layouts, poisoned storage, geometries, error measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hybridkv import ops
-from hybridkv.testing.guard import guard
 from hybridkv.units import DELTA_CHUNK, delta_window, ssd_window
 
 if TYPE_CHECKING:
@@ -84,8 +83,9 @@ class Storage:
             "nested": self.body + up(line, GRANULE),
         }[self.organization]
         gap = 48 if self.organization == "nested" else 0
-        self.raw = torch.full((self.units * (self.page + gap),), 0xFF, dtype=torch.uint8)
-        self.free = [n * (self.page + gap) // GRANULE + gap // GRANULE for n in range(self.units)]
+        self.stride = self.page + gap
+        self.raw = torch.full((self.units * self.stride,), 0xFF, dtype=torch.uint8)
+        self.free = [(n * self.stride + gap) // GRANULE for n in range(self.units)]
         self.rng.shuffle(self.free)
         if self.organization in ("striped", "nested"):
             self.line_offset = self.body // BF16.itemsize
@@ -109,6 +109,13 @@ class Storage:
         if self.organization in ("composite", "strided"):
             return Placed(members, [members[0] + self.body // GRANULE])
         return Placed(members, list(members))
+
+    def pages(self, placed: Placed) -> list[int]:
+        """Which of the arena's pages a checkpoint's members lie in."""
+        return [entry * GRANULE // self.stride for entry in placed.members]
+
+    def line_pages(self, placed: Placed) -> list[int]:
+        return [entry * GRANULE // self.stride for entry in placed.line]
 
     def nothing(self) -> Placed:
         return Placed(*([ABSENT] * len(part) for part in self._shape()))
@@ -149,7 +156,7 @@ class Storage:
 ORGANIZATIONS = ["composite", "members", "strided", "striped", "nested"]
 
 
-# ------------------------------------------------------------------------------ rows with a history
+# -------------------------------------------------------------------------------------- geometries
 class Ssd(NamedTuple):
     """Geometry of a Mamba-2 layer, and how a batch of its rows is run."""
 
@@ -248,106 +255,6 @@ class Delta(NamedTuple):
 
     def run(self, pool: Tensor, src: Tensor, boundaries: Tensor, **kwargs: object) -> None:
         ops.delta_rule(pool, src, boundaries, scale=self.key_dim**-0.5, **self.constants(), **kwargs)
-
-
-@dataclass
-class Row:
-    """A sequence in flight: its tokens, where its state is, and what came out so far."""
-
-    tokens: dict[str, Tensor]
-    members: Placed
-    window: int
-    out: Tensor
-    position: int = 0
-    shared: bool = False  # its state is a checkpoint that others read
-    states: dict[int, Tensor] = field(default_factory=dict)
-
-
-class Batch:
-    """Rows over one storage; every `advance` is one call of the op, in any program order."""
-
-    def __init__(self, family: Ssd | Delta, organization: str = "members", *, state: torch.dtype = BF16, seed: int = 0,
-                 impl: str = "triton", order: str = "shuffle", units: int = 96) -> None:  # fmt: skip
-        self.family, self.impl, self.order = family, impl, order
-        self.storage = Storage(
-            organization, family.heads, family.head_elements, 24, state, units=units, seed=seed
-        )
-        self.step = GRANULE // family.dtype.itemsize
-        size = up(family.window_size, self.step)
-        self.windows = torch.full((8 * size,), float("nan"), dtype=family.dtype)
-        self.free_windows = [n * size // self.step for n in range(8)]
-        self.rng = random.Random(seed)
-        self.rng.shuffle(self.free_windows)
-        self.owned: list[Placed] = []
-
-    def start(self, count: int, seed: int) -> Row:
-        tokens = self.family.tokens(count, seed)
-        return Row(tokens, self.storage.nothing(), self.free_windows.pop(), self.family.output(count))
-
-    def resume(self, row: Row) -> Row:
-        """A second row that shares the first one's last boundary state, with a window of its own."""
-        position = row.position // self.family.chunk * self.family.chunk
-        row.shared = True
-        twin = Row(row.tokens, row.members, self.free_windows.pop(), torch.full_like(row.out, float("nan")))
-        twin.position, twin.shared = position, True
-        return twin
-
-    def _targets(self, row: Row, count: int, ends: int) -> list[Placed]:
-        """Destinations for the chunks that `count` tokens complete: kept or not, in place or not."""
-        done = (row.position + count) // self.family.chunk - row.position // self.family.chunk
-        where = [self.storage.nothing()] * ends
-        for c in range(done):
-            last = c == done - 1
-            if last and row.position >= self.family.chunk and not row.shared and self.rng.random() < 0.5:
-                where[c] = row.members
-            elif last or self.rng.random() < 0.5:
-                where[c] = self.storage.take()
-                self.owned.append(where[c])
-        return where
-
-    def advance(self, steps: list[tuple[Row, int]], spare: int = 0) -> None:
-        """Run `count` tokens of every row in one call, with `spare` inactive rows in between."""
-        f, longest = self.family, max(n for _, n in steps)
-        ends = max(1, (longest + f.chunk - 1) // f.chunk)
-        targets = [self._targets(row, n, ends) for row, n in steps]
-        total = sum(n for _, n in steps)
-        inputs = {
-            k: torch.cat([row.tokens[k][row.position : row.position + n] for row, n in steps])
-            for k in steps[0][0].tokens
-        }
-        out, none = f.output(total), self.storage.nothing().members
-        starts = [0]
-        for _, n in steps:
-            starts.append(starts[-1] + n)
-        with guard(order=self.order, hazards=False):
-            f.run(
-                self.storage.pool,
-                i32([row.members.members for row, _ in steps] + [none] * spare),
-                i32([[p.members for p in t] for t in targets] + [[none] * ends] * spare),
-                window_pool=self.windows, windows=i32([row.window for row, _ in steps] + [ABSENT] * spare),
-                starts=i32(starts + [starts[-1]] * spare), positions=i32([row.position for row, _ in steps] + [0] * spare),
-                **inputs, out=out, granule=self.storage.granule(self.storage.dtype),
-                heads_per_member=self.storage.heads_per_member, window_granule=self.step, max_tokens=longest,
-                impl=self.impl,
-            )  # fmt: skip
-        for (row, n), where, part in zip(steps, targets, out.split([n for _, n in steps]), strict=True):
-            row.out[row.position : row.position + n] = part
-            first = row.position // f.chunk
-            row.position += n
-            for c in range(row.position // f.chunk - first):
-                if where[c].members[0] >= 0:
-                    row.states[(first + c + 1) * f.chunk] = self.storage.state(where[c])
-                    row.members, row.shared = where[c], row.shared and where[c] == row.members
-
-    def untouched(self) -> bool:
-        """Whether every byte outside the states that were written is still poison."""
-        raw, s = self.storage.raw.clone(), self.storage
-        for placed in self.owned:
-            for m, entry in enumerate(placed.members):
-                heads = min(s.heads_per_member, s.heads - m * s.heads_per_member)
-                size = heads * s.head_elements * s.dtype.itemsize
-                raw[entry * GRANULE : entry * GRANULE + size] = 0xFF
-        return bool((raw == 0xFF).all())
 
 
 def same(a: Tensor, b: Tensor) -> bool:

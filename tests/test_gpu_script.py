@@ -66,7 +66,7 @@ def test_nothing_begins_after_the_time_is_up(tmp_path, stand_ins):
     gpu.run(report, CPU, exact.Sizes())
     found = rows(tmp_path / "rows.jsonl")
     assert [r["part"] for r in found if "error" in r] == [
-        "attention", "ssd", "delta_rule", "idle", "idle", "idle", "idle", "compiled",
+        "attention", "ssd", "delta_rule", "served", "idle", "idle", "idle", "idle", "compiled",
     ]  # fmt: skip
     assert {r["error"] for r in found if "error" in r} == {"no time left"}
 

@@ -27,6 +27,10 @@ def _map(x, y, out, N: tl.constexpr, OP: tl.constexpr):
         tl.store(out + o, a.to(out.dtype.element_ty))
     elif OP == "product":
         tl.store(out + o, a * tl.load(y + o))
+    elif OP == "add":
+        tl.store(out + o, a + tl.load(y + o))
+    elif OP == "sub":
+        tl.store(out + o, a - tl.load(y + o))
     elif OP == "less":
         tl.store(out + o, (a < tl.load(y + o)).to(tl.float32))
     elif OP == "sum":
@@ -144,6 +148,18 @@ def test_int64_annotation_is_honoured_and_int32_overflow_raises():
     assert y.item() == 70000 * 262144
     with pytest.raises(Exception, match="overflow"):
         _narrow[(1,)](y, i, 262144)
+
+
+@pytest.mark.parametrize(
+    ("op", "a", "b"), [("add", 2**31 - 2, 1), ("sub", 2 - 2**31, 2), ("product", 2**15, -(2**16))]
+)
+def test_int32_may_reach_its_limits_and_no_further(op, a, b):
+    x, y, out = (torch.tensor([v], dtype=torch.int32) for v in (a, b, 0))
+    _map[(1,)](x, y, out, 1, op)
+    assert out.item() == {"add": a + b, "sub": a - b, "product": a * b}[op]
+    y += 1 if op != "product" else -1
+    with pytest.raises(Exception, match="int32 overflow detected"):
+        _map[(1,)](x, y, out, 1, op)
 
 
 def test_device_assert_raises():

@@ -1,8 +1,10 @@
 """KV write and paged attention: against fp64, and equal bits whatever surrounds a query."""
 
+import functools
+import itertools
+
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv import ops
@@ -11,6 +13,7 @@ from hybridkv.ops import attention as op_module
 from hybridkv.reference import attention as reference
 from hybridkv.testing.guard import guard
 from hybridkv.triton import attention as kernels
+from tests.census import Found, differing_bits, finds, search, survey
 from tests.paged import Sequences, decode, error, indices, prefill, same
 
 IMPLS = ["reference", "triton"]
@@ -104,69 +107,113 @@ SMALL = ops.KVLayout.token_major(1, 16, 16, 16)
 HEAD_MAJOR_SMALL = ops.KVLayout.head_major(1, 16, 64, 48)
 
 
+FAULTS = {  # what is planted into `two_histories`, and the property that it breaks
+    "a block given to two rows": "batch composition",
+    "tables not reordered with their rows": "row order",
+    "blocks read in reverse": "page permutation",
+    "blocks read one granule off": "organization",
+    "a later cut forgets the first block": "split",
+    "decode forgets the first block": "decode steps",
+}
+PROPERTIES = list(FAULTS.values())
+
+
 @st.composite
-def histories(draw):
+def histories(draw, layouts=(SMALL, HEAD_MAJOR_SMALL)):
     """Two ways to compute the last positions of one sequence, among others, with everything else drawn."""
-    length = draw(st.one_of(st.integers(1, 180), st.sampled_from([63, 64, 65, 128, 129])))
-    computed = draw(st.integers(1, min(length, 9)))
-    cuts = draw(st.lists(st.integers(length - computed, length), max_size=3, unique=True))
-    mates = draw(st.lists(st.integers(1, 90), max_size=2))
+    length = draw(st.one_of(st.integers(2, 180), st.sampled_from([63, 64, 65, 128, 129])))
+    computed = draw(st.integers(2, min(length, 9)))
+    cuts = draw(st.lists(st.integers(length - computed + 1, length - 1), min_size=1, max_size=3, unique=True))
+    mates = draw(st.lists(st.integers(1, 90), min_size=1, max_size=2))
     return {
         "length": length,
         "begin": length - computed,
         "cuts": sorted({length - computed, *cuts, length}),
         "decodes": draw(st.booleans()),
         "mates": mates,
-        "place": draw(st.integers(0, len(mates))),
+        "place": draw(st.integers(1, len(mates))),
         "seed": draw(st.integers(0, 99)),
-        "layout": draw(st.sampled_from([SMALL, HEAD_MAJOR_SMALL])),
+        "layout": draw(st.sampled_from(layouts)),
         "window": draw(st.sampled_from([0, 0, 1, 20, 100])),
         "dtype": draw(st.sampled_from([torch.bfloat16, torch.float32])),
         "order": draw(st.sampled_from(["reverse", "shuffle"])),
     }
 
 
-def two_histories(impl, h):
-    """Return fp32 outputs of the same positions, computed plainly and as drawn."""
+def plant(fault, table, me):
+    """Break a table as an allocator or a caller might."""
+    table = table.clone()
+    if fault == "a block given to two rows":
+        table[me, 0] = table[me - 1, 0]
+    elif fault == "tables not reordered with their rows":
+        table[[me - 1, me]] = table[[me, me - 1]]
+    elif fault == "blocks read in reverse":
+        table[me] = table[me].flip(0)
+    elif fault == "blocks read one granule off":
+        table -= (table > 0).int()
+    elif "forgets" in (fault or ""):
+        table[me, 0] = -1
+    return table
+
+
+def two_histories(impl, h, fault=None):
+    """Return fp32 outputs of the same positions, computed plainly in the other layout and as drawn."""
     order = list(range(1, len(h["mates"]) + 1))
     order.insert(h["place"], 0)  # where the sequence stands in the batch
     s = Sequences([h["length"], *h["mates"]], SMALL, dtype=h["dtype"])
-    pool, table = s.place([0])
-    plain = prefill(pool, table, s, [0], [(h["begin"], h["length"])], impl=impl, window=h["window"])[0]
+    other = HEAD_MAJOR_SMALL if h["layout"] == SMALL else SMALL
+    pool, table = s.place([0], layout=other)
+    spans = [(h["begin"], h["length"])]
+    plain = prefill(pool, table, s, [0], spans, impl=impl, layout=other, window=h["window"])[0]
     pool, table = s.place(order, layout=h["layout"], seed=h["seed"], extra_blocks=3)
     me, parts = h["place"], []
     options = {"impl": impl, "window": h["window"], "layout": h["layout"]}
+    planted = plant(fault, table, me)
+    cut, late, steps = planted, planted, planted
+    if "forgets" in (fault or ""):
+        cut, late, steps = (
+            table,
+            planted if "cut" in fault else table,
+            planted if "decode" in fault else table,
+        )
     with guard(order=h["order"]):
-        for begin, end in zip(h["cuts"], h["cuts"][1:], strict=False):
+        for begin, end in itertools.pairwise(h["cuts"]):
+            seen = cut if begin == h["begin"] else late
             if h["decodes"] and end - begin == 1:
                 lengths = [end if r == 0 else s.lengths[r] for r in order]
-                parts.append(decode(pool, table, s, order, lengths, **options)[me : me + 1])
+                parts.append(decode(pool, seen, s, order, lengths, **options)[me : me + 1])
             else:
                 spans = [(begin, end) if r == 0 else (max(0, s.lengths[r] - 2), s.lengths[r]) for r in order]
-                parts.append(prefill(pool, table, s, order, spans, **options)[me])
-        newest = decode(pool, table, s, order, [s.lengths[r] for r in order], **options)[me]
+                parts.append(prefill(pool, seen, s, order, spans, **options)[me])
+        newest = decode(pool, steps, s, order, [s.lengths[r] for r in order], **options)[me]
     return plain, torch.cat(parts), newest
 
 
+def run_history(impl, h, fault=None):
+    plain, drawn, newest = two_histories(impl, h, fault)
+    varied = {*PROPERTIES, f"blocks of {h['layout'].block_tokens} tokens", f"window: {h['window'] > 0}"}
+    return Found(varied, differing_bits([(plain, drawn), (plain[-1], newest)]))
+
+
 @pytest.mark.parametrize("impl", IMPLS)
-@given(histories())
-@settings(max_examples=25)
 @pytest.mark.usefixtures("small")
-def test_bits_depend_on_the_prefix_alone(impl, h):
-    plain, drawn, newest = two_histories(impl, h)
-    assert same(plain, drawn)
-    assert same(plain[-1], newest)
+def test_bits_depend_on_the_prefix_alone(impl):
+    search(histories(), functools.partial(run_history, impl), 25)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("impl", IMPLS)
-@given(histories())
-@settings(max_examples=250)
 @pytest.mark.usefixtures("small")
-def test_bits_depend_on_the_prefix_alone_many(impl, h):
-    plain, drawn, newest = two_histories(impl, h)
-    assert same(plain, drawn)
-    assert same(plain[-1], newest)
+def test_bits_depend_on_the_prefix_alone_many(impl):
+    each = [histories([layout]) for layout in (SMALL, HEAD_MAJOR_SMALL)]
+    survey(f"attention, {impl}", PROPERTIES, each, functools.partial(run_history, impl))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.usefixtures("small")
+def test_a_planted_fault_is_found(impl, fault):
+    assert finds(histories(), lambda h: run_history(impl, h, fault))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

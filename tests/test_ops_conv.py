@@ -1,14 +1,18 @@
 """Causal convolution on lines: against fp64, against its twin under the guard, short pieces, exact bits, bad input."""
 
+import functools
+from collections.abc import Sequence
+
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv import ops
 from hybridkv.errors import UnsupportedError, UsageError
 from hybridkv.testing.guard import HazardError, guard
 from hybridkv.triton import conv as kernels
+from tests.census import Found, finds, search, survey, unsorted
+from tests.lines import DIM, FAULTS, Run, entries, layer, storage
 from tests.recurrent import (
     ABSENT,
     BF16,
@@ -24,7 +28,7 @@ from tests.recurrent import (
 )
 
 IMPLS = ["reference", "triton"]
-DIM = 48
+Tensor = torch.Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -32,23 +36,10 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def layer(width: int, dim: int = DIM, dtype: torch.dtype = BF16) -> dict:
-    g = torch.Generator().manual_seed(width)
-    return {"weight": torch.randn(width, dim, generator=g).to(dtype), "bias": torch.randn(dim, generator=g)}
-
-
 def exact(taps: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     width, tokens = len(weight), len(taps) - len(weight) + 1
     total = sum(taps[w : w + tokens].double() * weight[w].double() for w in range(width))
     return torch.nn.functional.silu(total if bias is None else total + bias.double())
-
-
-def storage(organization: str, width: int = 4, seed: int = 0) -> Storage:
-    return Storage(organization, 3, 16, (width - 1) * DIM, units=128, seed=seed)
-
-
-def entries(placed: list[Placed]) -> torch.Tensor:
-    return i32([p.line for p in placed])
 
 
 def filled(s: Storage, width: int = 4) -> Placed:
@@ -163,80 +154,54 @@ def test_every_tap_is_read_before_any_is_written():
 
 
 # ------------------------------------------------------------------------------------------ equal bits
-histories = st.fixed_dictionaries(
-    {
-        "organization": st.sampled_from(ORGANIZATIONS),
-        "width": st.sampled_from([2, 3, 4]),
-        "rows": st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=3),
-        "seed": st.integers(0, 2**16),
-        "decode": st.booleans(),
+PROPERTIES = [*FAULTS.values(), "not in place"]
+
+
+@st.composite
+def histories(draw: st.DrawFn, organizations: Sequence[str] = ORGANIZATIONS) -> dict:
+    """Calls of two or three rows: some prefill with pieces of any length, some decode steps, at least one of each."""
+    count, kind = draw(st.integers(2, 3)), st.sampled_from(["prefill", "decode"])
+    kinds = draw(st.permutations(["prefill", "decode", *draw(st.lists(kind, max_size=3))]))
+    pieces = st.lists(st.integers(0, 9), min_size=count, max_size=count).map(
+        lambda p: p if any(p) else [1, *p[1:]]
+    )
+    orders = [draw(st.permutations(range(count))) for _ in kinds[1:]]
+    return {
+        "organization": draw(st.sampled_from(organizations)),
+        "width": draw(st.sampled_from([2, 3, 4])),
+        "kinds": kinds,
+        "calls": [draw(pieces) if kind == "prefill" else [1] * count for kind in kinds],
+        "rows": [draw(unsorted(range(count))), *orders],
+        "seed": draw(st.integers(0, 2**16)),
+        "order": draw(st.sampled_from(["forward", "reverse", "shuffle"])),
     }
-)
 
 
-def run_history(impl: str, h: dict) -> None:
-    """Rows in pieces, boundary lines kept along the way, in place or not, equal one call for each row alone."""
-    s, width = storage(h["organization"], h["width"], h["seed"]), h["width"]
-    history, p, rng = width - 1, layer(width), s.rng
-    g = torch.Generator().manual_seed(h["seed"])
-    inputs = [torch.randn(sum(pieces) + 1, DIM, generator=g).to(BF16) for pieces in h["rows"]]
-    lines, at = [s.nothing() for _ in h["rows"]], [0] * len(h["rows"])
-    outs = [torch.empty(len(x), DIM) for x in inputs]
-    padded = [torch.cat([torch.zeros(history, DIM, dtype=BF16), x]) for x in inputs]
-    for step in range(max(map(len, h["rows"]))):
-        live = [b for b, pieces in enumerate(h["rows"]) if step < len(pieces)]
-        rng.shuffle(live)
-        counts = [h["rows"][b][step] for b in live]
-        if h["decode"]:
-            counts = [min(1, n) for n in counts]
-        final = [lines[b] if lines[b].line[0] >= 0 and rng.random() < 0.5 else s.take() for b in live]
-        early = [s.take() if rng.random() < 0.5 else s.nothing() for _ in live]
-        middle = [rng.randint(0, n) for n in counts]
-        starts = [0]
-        for n in counts:
-            starts.append(starts[-1] + n)
-        x = torch.cat([inputs[b][at[b] : at[b] + n] for b, n in zip(live, counts, strict=True)])
-        out = torch.full((len(x), DIM), float("nan"))
-        common = {"x": x, **p, "out": out, "granule": 8, "impl": impl}
-        view = s.lines[s.line_offset :]
-        src = entries([lines[b] for b in live])
-        with guard(order="shuffle", hazards=False):
-            if h["decode"] and all(n == 1 for n in counts):
-                early = [s.nothing() for _ in live]
-                ops.conv_update(view, src, entries(final), **common)
-            else:
-                dst = i32([[e.line, f.line] for e, f in zip(early, final, strict=True)])
-                cuts = i32([[m, n] for m, n in zip(middle, counts, strict=True)])
-                ops.conv_prefill(view, src, dst, cuts, i32(starts), max_tokens=max(counts), **common)
-        for i, b in enumerate(live):
-            outs[b][at[b] : at[b] + counts[i]] = out[starts[i] : starts[i + 1]]
-            for placed, position in ((early[i], at[b] + middle[i]), (final[i], at[b] + counts[i])):
-                if placed.line[0] >= 0:
-                    assert same(s.line(placed).view(history, DIM), padded[b][position : position + history])
-            at[b], lines[b] = at[b] + counts[i], final[i]
-    plain = storage("members", width)
-    for x, out, n in zip(inputs, outs, at, strict=True):
-        whole = torch.empty(n, DIM)
-        ops.conv_prefill(
-            plain.lines, entries([plain.nothing()]), i32([[[ABSENT]]]), i32([[0]]), i32([0, n]), x[:n], **p, out=whole,
-            granule=8, max_tokens=n, impl=impl,
-        )  # fmt: skip
-        assert same(out[:n], whole)
+def run_history(impl: str, h: dict, fault: str | None = None) -> Found:
+    run = Run(impl, h, fault)
+    for kind, rows, counts in zip(h["kinds"], h["rows"], h["calls"], strict=True):
+        run.call(kind, rows, [counts[b] for b in rows])
+    run.compare(storage("composite" if run.s.organization == "members" else "members", h["width"]))
+    return Found(run.varied, run.bits)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@given(h=histories)
-@settings(max_examples=30)
-def test_bits_depend_on_the_tokens_before_alone(impl, h):
-    run_history(impl, h)
+def test_bits_depend_on_the_tokens_before_alone(impl):
+    census = search(histories(), functools.partial(run_history, impl), 30)
+    assert set(PROPERTIES) <= set(census.varied)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("impl", IMPLS)
-@given(h=histories)
-@settings(max_examples=300)
-def test_bits_depend_on_the_tokens_before_alone_many(impl, h):
-    run_history(impl, h)
+def test_bits_depend_on_the_tokens_before_alone_many(impl):
+    each = [histories([name]) for name in ORGANIZATIONS]
+    survey(f"conv_prefill and conv_update, {impl}", PROPERTIES, each, functools.partial(run_history, impl))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_planted_fault_is_found(impl, fault):
+    assert finds(histories(), lambda h: run_history(impl, h, fault))
 
 
 def test_a_line_that_another_row_reads_is_a_hazard():

@@ -7,11 +7,11 @@ from hybridkv import ops
 from hybridkv.errors import UnsupportedError, UsageError
 from hybridkv.testing.guard import guard
 from hybridkv.units import ssd_window
+from tests.batches import Batch
 from tests.recurrent import (
     ABSENT,
     BF16,
     FP32,
-    Batch,
     Ssd,
     Storage,
     budget,

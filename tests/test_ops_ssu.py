@@ -1,21 +1,25 @@
 """One-token state updates (Mamba-2 and gated delta rule): fp64, the twin under the guard, equal bits, bad input."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv import ops
 from hybridkv.errors import UnsupportedError, UsageError
+from hybridkv.reference import delta as delta_reference
+from hybridkv.reference import ssu as ssu_reference
 from hybridkv.testing.guard import HazardError, guard
 from hybridkv.triton import delta as delta_kernels
 from hybridkv.triton import ssu as ssu_kernels
+from tests.census import Found, differing_bits, finds, search, survey, unsorted
 from tests.recurrent import (
     BF16,
     FP32,
@@ -43,13 +47,16 @@ def _seeded() -> None:
 
 
 def update(
-    name: str, s: Storage, src: list[Placed], dst: list[Placed], inputs: dict, out: Tensor, **kwargs: object
-) -> None:
+    name: str, s: Storage, src: list[Placed], dst: list[Placed], inputs: dict, out: Tensor, *, checked: bool = True,
+    **kwargs: object,
+) -> None:  # fmt: skip
     family = FAMILIES[name]
     members = (i32([p.members for p in src]), i32([p.members for p in dst]))
     shape = {"granule": s.granule(s.dtype), "heads_per_member": s.heads_per_member}
     extra = {} if name == "ssu" else {"scale": family.key_dim**-0.5}
     op = ops.state_update if name == "ssu" else ops.delta_update
+    if not checked:  # a planted fault must get past the checks
+        op = KERNELS[name, kwargs.pop("impl")]
     op(s.pool, *members, **inputs, **family.constants(), out=out, **shape, **extra, **kwargs)
 
 
@@ -107,73 +114,130 @@ def test_update_equals_its_twin_and_fp64(name, organization, state):
     assert s.pool.isnan().all()
 
 
-cases = st.fixed_dictionaries(
-    {
-        "organization": st.sampled_from(ORGANIZATIONS),
-        "state": st.sampled_from([BF16, FP32]),
-        "rows": st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),
-        "steps": st.integers(1, 3),
-        "spare": st.integers(0, 2),
-        "absent": st.booleans(),
-        "seed": st.integers(0, 2**16),
-        "order": st.sampled_from(["forward", "reverse", "shuffle"]),
-    }
-)
+# ------------------------------------------------------------------------------------------ equal bits
+FAULTS = {  # what is planted into `run_steps`, and the property that it breaks
+    "a page given to two rows": "batch composition",
+    "destinations not reordered with their rows": "row order",
+    "members read in reverse": "page permutation",
+    "members read 16 bytes further": "organization",
+    "a step taken again": "in place",
+}
+PROPERTIES = [*FAULTS.values(), "not in place"]
+KERNELS = {
+    ("ssu", "reference"): ssu_reference.state_update, ("ssu", "triton"): ssu_kernels.state_update,
+    ("delta", "reference"): delta_reference.delta_update, ("delta", "triton"): delta_kernels.delta_update,
+}  # fmt: skip
+ROWS, STEPS = 6, 3
 
 
-def run_steps(name: str, impl: str, c: dict, *, plainly: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and states of the drawn rows after some steps: together as drawn, or each alone in three pages."""
+def cases(organizations: Sequence[str] = ORGANIZATIONS) -> st.SearchStrategy[dict]:
+    return st.fixed_dictionaries(
+        {
+            "organization": st.sampled_from(organizations),
+            "state": st.sampled_from([BF16, FP32]),
+            "rows": st.lists(st.integers(0, ROWS - 1), min_size=2, max_size=4, unique=True).flatmap(unsorted),
+            "steps": st.integers(2, STEPS),
+            "spare": st.integers(0, 2),
+            "absent": st.booleans(),  # the first row has no state yet
+            "seed": st.integers(0, 2**16),
+            "order": st.sampled_from(["forward", "reverse", "shuffle"]),
+        }
+    )
+
+
+def states(name: str, dtype: torch.dtype) -> Tensor:
+    size = FAMILIES[name].heads * FAMILIES[name].head_elements
+    return torch.randn(ROWS, size, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+@functools.cache
+def alone(
+    name: str, impl: str, row: int, state: torch.dtype, absent: bool, organization: str
+) -> list[tuple[Tensor, ...]]:
+    """Output and state of one row after each step, by itself, always elsewhere."""
     f = FAMILIES[name]
-    inputs, g = f.tokens(6 * c["steps"], 3), torch.Generator().manual_seed(4)
-    states = torch.randn(6, f.heads * f.head_elements, generator=g).to(c["state"])
-    outs, finals = [], []
-    for group in [[r] for r in c["rows"]] if plainly else [c["rows"]]:
-        where = "members" if plainly else c["organization"]
-        s = Storage(where, f.heads, f.head_elements, 24, c["state"], units=64, seed=c["seed"])
-        now = [s.nothing() if c["absent"] and r == c["rows"][0] else s.take() for r in group]
-        for placed, r in zip(now, group, strict=True):
-            if placed.members[0] >= 0:
-                s.put(placed, states[r])
-        for step in range(c["steps"]):
-            keep = [p.members[0] >= 0 and not plainly and s.rng.random() < 0.5 for p in now]
-            then = [p if k else s.take() for p, k in zip(now, keep, strict=True)]
-            spare = 0 if plainly else c["spare"]
-            at = [r * c["steps"] + step for r in group] + [0] * spare
-            out = f.output(len(at))
-            nothing = [s.nothing()] * spare
-            taken = {k: v[at].contiguous() for k, v in inputs.items()}
-            with guard(order=c["order"], hazards=False):
-                update(name, s, now + nothing, then + nothing, taken, out, impl=impl)
-            assert out[len(group) :].isnan().all()
-            outs.append(out[: len(group)])
-            now = then
-        finals += [s.state(p) for p in now]
-    if plainly:
-        outs = [torch.cat(outs[step :: c["steps"]]) for step in range(c["steps"])]
-    return outs, finals
+    s = Storage(organization, f.heads, f.head_elements, 24, state)
+    now, found, inputs = s.nothing() if absent else s.take(), [], f.tokens(ROWS * STEPS, 3)
+    if not absent:
+        s.put(now, states(name, state)[row])
+    for step in range(STEPS):
+        then, out, at = s.take(), f.output(1), row * STEPS + step
+        with guard(hazards=False):
+            update(name, s, [now], [then], {k: v[at : at + 1] for k, v in inputs.items()}, out, impl=impl)
+        now = then
+        found.append((out, s.state(now), torch.tensor(s.pages(now))))
+    return found
 
 
-def check_steps(name: str, impl: str, c: dict) -> None:
-    drawn, plain = (run_steps(name, impl, c, plainly=plainly) for plainly in (False, True))
-    for a, b in zip(drawn, plain, strict=True):
-        assert all(same(x, y) for x, y in zip(a, b, strict=True))
+def run_steps(name: str, impl: str, c: dict, fault: str | None = None) -> Found:
+    """Steps of rows together, in place and elsewhere by turns, against each row alone in other pages."""
+    f, inputs, where = FAMILIES[name], FAMILIES[name].tokens(ROWS * STEPS, 3), c["organization"]
+    if fault == "members read in reverse":
+        where = "striped"
+    s = Storage(where, f.heads, f.head_elements, 24, c["state"], units=64, seed=c["seed"])
+    rows, varied, bits = c["rows"], {"organization", f"organization: {where}"}, 0
+    absent = [c["absent"] and n == 0 for n in range(len(rows))]
+    now = [s.nothing() if gone else s.take() for gone in absent]
+    for placed, r in zip(now, rows, strict=True):
+        if placed.members[0] >= 0:
+            s.put(placed, states(name, c["state"])[r])
+    plain = "composite" if where == "members" else "members"
+    full = [alone(name, impl, r, c["state"], gone, plain) for r, gone in zip(rows, absent, strict=True)]
+    for step in range(c["steps"]):
+        keep = [p.members[0] >= 0 and (n + step + c["seed"]) % 2 == 0 for n, p in enumerate(now)]
+        then = [p if k else s.take() for p, k in zip(now, keep, strict=True)]
+        if fault == "a page given to two rows" and not keep[0]:
+            then[0] = now[1]
+        places: list[int | None] = list(range(len(rows)))
+        for _ in range(c["spare"]):
+            places.insert(s.rng.randint(0, len(places)), None)
+        src, dst = ([s.nothing() if n is None else entries[n] for n in places] for entries in (now, then))
+        if fault == "destinations not reordered with their rows":
+            dst = [then[n] if n is not None else s.nothing() for n in reversed(places)]
+        if fault == "members read in reverse":
+            src = [Placed(p.members[::-1], p.line) for p in src]
+        if fault == "members read 16 bytes further":
+            src = [Placed([e + (e >= 0) for e in p.members], p.line) for p in src]
+        out = f.output(len(places))
+        at = [rows[n or 0] * STEPS + step for n in places]
+        taken = {k: v[at].contiguous() for k, v in inputs.items()}
+        with guard(order=c["order"], hazards=False):
+            for _ in range(1 + (fault == "a step taken again")):
+                update(name, s, src, dst, taken, out, impl=impl, checked=fault is None)
+        assert all(out[i].isnan().all() for i, n in enumerate(places) if n is None)
+        here, now = [i for i, n in enumerate(places) if n is not None], then
+        pairs = [(out[here], torch.cat([row[step][0] for row in full]))]
+        pairs += [(s.state(p), row[step][1]) for p, row in zip(now, full, strict=True)]
+        bits += differing_bits(pairs)
+        varied |= {"in place" if k else "not in place" for k in keep}
+        if [s.pages(p) for p in now] != [row[step][2].tolist() for row in full]:
+            varied.add("page permutation")
+    if len(rows) > 1:
+        varied |= {"batch composition"} | ({"row order"} if rows != sorted(rows) else set())
+    return Found(varied, bits)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", FAMILIES)
-@given(c=cases)
-@settings(max_examples=20)
-def test_bits_depend_on_the_row_alone(name, impl, c):
-    check_steps(name, impl, c)
+def test_bits_depend_on_the_row_alone(name, impl):
+    census = search(cases(), functools.partial(run_steps, name, impl), 20)
+    assert set(PROPERTIES) <= set(census.varied)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", FAMILIES)
-@given(c=cases)
-@settings(max_examples=250)
-def test_bits_depend_on_the_row_alone_many(name, impl, c):
-    check_steps(name, impl, c)
+def test_bits_depend_on_the_row_alone_many(name, impl):
+    op = "state_update" if name == "ssu" else "delta_update"
+    each = [cases([organization]) for organization in ORGANIZATIONS]
+    survey(f"{op}, {impl}", PROPERTIES, each, functools.partial(run_steps, name, impl))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_planted_fault_is_found(name, impl, fault):
+    assert finds(cases(), lambda c: run_steps(name, impl, c, fault))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -194,21 +258,11 @@ def test_a_state_that_another_row_reads_is_a_hazard(name):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_state_rounded_elsewhere_changes_bits(name):
+def test_a_state_rounded_elsewhere_changes_bits(name, impl):
     """The twin of the rounding: two steps in fp32, rounded once, are not two steps rounded twice."""
-    base = {
-        "organization": "members",
-        "rows": [0],
-        "steps": 2,
-        "spare": 0,
-        "absent": True,
-        "seed": 0,
-        "order": "forward",
-    }
-    (_, [wide]), (_, [narrow]) = (
-        run_steps(name, "triton", base | {"state": t}, plainly=True) for t in (FP32, BF16)
-    )
+    wide, narrow = (alone(name, impl, 0, t, absent=True, organization="members")[1][1] for t in (FP32, BF16))
     assert not same(wide.to(BF16), narrow)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,15 @@ def _repair_index() -> None:
     interp._patch_lang_tensor = patch_lang_tensor  # noqa: SLF001
 
 
+def _with_room(run: Any, *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+# CPython keeps frames in chunks of 16 KiB. A loop whose calls cross a chunk's end maps and unmaps memory at every one,
+# a third of a launch's time at an unlucky depth. A frame of 256 KiB opens a chunk of 512, which no kernel fills.
+_with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 15)
+
+
 def _repair_launch() -> None:
     """Honour `tl.int64` annotations, and let floats overflow without a word, as a GPU does."""
     stock = Grid.__call__
@@ -180,7 +190,7 @@ def _repair_launch() -> None:
 
         args = tuple(widen(n, v) for n, v in zip(self.arg_names, args, strict=False))
         with np.errstate(all="ignore"):
-            return stock(self, *args, **{n: widen(n, v) for n, v in kwargs.items()})
+            return _with_room(stock, self, *args, **{n: widen(n, v) for n, v in kwargs.items()})
 
     Grid.__call__ = call
 
@@ -214,6 +224,79 @@ def _patch_once_a_launch() -> None:
     interp._patch_lang = patch_lang  # noqa: SLF001
 
 
+def _check_overflow_in_numpy() -> None:
+    """Stock looks for overflow by ten more operations of the language: a third of the time of a kernel."""
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        scalar = lhs.type.scalar
+        if scalar.int_bitwidth >= 64 or not self.builder.options.sanitize_overflow:
+            return
+        out = operations[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+        low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
+        if out.size and not (low <= out.min() and out.max() <= high):
+            raise AssertionError(
+                f"int{scalar.int_bitwidth} overflow detected for operation {binary_op.__name__}"
+            )
+
+    interp.TritonSemantic.binary_op_sanitize_overflow_impl = check  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _remember_types() -> None:
+    """Stock builds a table of types at every constant, and lists of constants at every value: another third."""
+    language: Any = tl.core
+    block_type = tl.block_type
+    stock_np_dtype, stock_unwrap = interp._get_np_dtype, language._unwrap_if_constexpr  # noqa: SLF001
+    stock_equal, stock_equal_tuples, stock_block = tl.dtype.__eq__, language.tuple.__eq__, block_type.__init__
+    nested = (list, tuple, language.tuple)
+    np_dtypes: dict[str, Any] = {}
+    values: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
+
+    def np_dtype(kind: Any) -> Any:
+        found = np_dtypes.get(kind.name)
+        if found is None:
+            found = np_dtypes[kind.name] = stock_np_dtype(kind)
+        return found
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, nested):
+            return stock_unwrap(value)
+        return value.value if isinstance(value, language.constexpr) else value
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or stock_equal(self, other)
+
+    def equal_tuples(self: Any, other: Any) -> Any:
+        them = other.values if isinstance(other, language.tuple) else other
+        if not isinstance(them, (list, tuple)) or any(isinstance(v, nested) for v in them):
+            return stock_equal_tuples(self, other)
+        return language.constexpr(self.values == [unwrap(v) for v in them])
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple([unwrap(n) for n in shape])
+        found = blocks.get(key)
+        if found is None:
+            stock_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, self.name
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = found
+
+    def init_value(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        sizes = tuple(type.shape) if type.is_block() else ()
+        found = values.get(sizes)
+        if found is None:
+            constants = [language.constexpr(n) for n in sizes]
+            found = values[sizes] = language.constexpr(math.prod(sizes)), language.tuple(constants)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = found
+
+    interp._get_np_dtype, language._unwrap_if_constexpr = np_dtype, unwrap  # noqa: SLF001
+    tl.dtype.__eq__, block_type.__init__, tl.tensor.__init__ = equal, init_block, init_value
+    language.tuple.__eq__ = equal_tuples
+
+
 def install() -> None:
     """Repair the interpreter of this process, before kernels run. Calling it again does nothing."""
     if getattr(Builder, "repaired_by_hybridkv", False):
@@ -226,4 +309,6 @@ def install() -> None:
     _repair_index()
     _repair_launch()
     _patch_once_a_launch()
+    _check_overflow_in_numpy()
+    _remember_types()
     interp.interpreter_builder.options = interp.InterpreterOptions(debug=True)  # overflow and device asserts
