@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridkv import UsageError
+from hybridkv import ModelGeometry, UnsupportedError, UsageError
 from hybridkv.alloc.plan import Refused
-from hybridkv.arena import dump
+from hybridkv.arena import dump, payload
+from hybridkv.geometry import AttentionSpec, RecurrentSpec
 from hybridkv.testing.toy_hybrid import ORGANIZATIONS, toy_geometry, toy_organization
 from tests.test_served import NEW, alone, engine, texts
 
@@ -192,3 +193,42 @@ def test_arrivals_end_on_boundaries():
         e.cache.admit(r, 33, arriving=True)
     with pytest.raises(UsageError, match="budget must be None for what arrives, got 4"):
         e.cache.admit(r, 32, budget=4, arriving=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["mamba2", "gated_delta_net"])
+def test_other_ranks_and_back(kind, ranks):
+    """G2: bit-exact, each section of a convolution cut by itself; every rank gets what its own arena would hold."""
+    g = ModelGeometry(
+        name="wide",
+        layers=2,
+        attention=AttentionSpec(layers=1, kv_heads=2, key_dim=16, value_dim=16),
+        recurrent=RecurrentSpec.derived(kind=kind, layers=1, state_shape=(8, 16, 32), conv_width=4, groups=2),
+        chunk_tokens=16,
+    )
+    spec = g.recurrent
+    columns = torch.arange(spec.conv_dim, dtype=torch.float32).expand(1, 3, -1)
+    whole = {
+        "key": torch.randn(1, 32, 2, 16), "value": torch.randn(1, 32, 2, 16), "ssm": torch.randn(1, 8, 16, 32),
+        "conv": columns.contiguous(),
+    }  # fmt: skip
+    parts = payload.shard(g, whole, ranks)
+    mine = g.shard(ranks)
+    for part in parts:
+        assert part["key"].shape[2] == mine.attention.kv_heads
+        assert part["ssm"].shape[1] == mine.recurrent.rows
+        assert part["conv"].shape[2] == mine.recurrent.conv_dim
+        ends = torch.tensor(spec.conv_sections).cumsum(0)
+        sections = torch.bucketize(part["conv"][0, 0], ends.float(), right=True)
+        assert torch.bincount(sections).tolist() == list(mine.recurrent.conv_sections)
+    back = payload.unshard(g, parts)
+    assert {name: torch.equal(back[name], values) for name, values in whole.items()} == dict.fromkeys(
+        whole, True
+    )
+    assert ranks == 1 or not torch.equal(parts[0]["conv"], parts[-1]["conv"])
+
+
+def test_what_cannot_be_split_is_refused():
+    g = toy_geometry()
+    with pytest.raises(UnsupportedError, match="must be divisible by 2 ranks, got 3"):
+        payload.shard(g, {"ssm": torch.zeros(2, 3, 16, 16)}, 2)

@@ -5,7 +5,7 @@ The same bytes go into any organization of the same geometry. Does not know file
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +13,14 @@ from torch import Tensor
 from hybridkv.alloc.organization import StateKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
     from hybridkv.alloc.checkpoint import State
     from hybridkv.arena.arena import Arena
+    from hybridkv.geometry import ModelGeometry
 
     Units = NDArray[np.int32]
     Payload = dict[str, Tensor]
@@ -86,3 +89,64 @@ def _parts(arena: Arena, state: State) -> list[tuple[str, StateKind, Units, tupl
         if (place := places.get(kind)) is not None:
             found.append((kind.value, kind, state.units[place.within or kind], shape))
     return found
+
+
+class Section(NamedTuple):
+    """`size` elements of an axis that hold so many `heads`: heads, groups or channels."""
+
+    size: int
+    heads: int
+
+
+def shard(g: ModelGeometry, payload: Payload, ranks: int) -> list[Payload]:
+    """What each of `ranks` tensor-parallel ranks holds of a payload of the whole model `g` (scenario G2).
+
+    Heads are split, or repeated where there are fewer than ranks; every section of a convolution is cut by itself.
+    """
+    g.shard(ranks)  # says what cannot be split
+    made: list[Payload] = [{} for _ in range(ranks)]
+    for name, values in payload.items():
+        axis, sections = _sections(g, name)
+        parts = values.split([s.size for s in sections], axis)
+        for rank, mine in enumerate(made):
+            cut = [
+                _of_rank(part, axis, s.heads, ranks, rank) for part, s in zip(parts, sections, strict=True)
+            ]
+            mine[name] = torch.cat(cut, axis)
+    return made
+
+
+def unshard(g: ModelGeometry, payloads: Sequence[Payload]) -> Payload:
+    """The inverse of `shard`: what is repeated is taken once."""
+    ranks = len(payloads)
+    made: Payload = {}
+    for name in payloads[0]:
+        axis, sections = _sections(g, name)
+        sizes = [s.size // ranks if s.heads % ranks == 0 else s.size // s.heads for s in sections]
+        by_rank = [p[name].split(sizes, axis) for p in payloads]
+        whole: list[Tensor] = []
+        for k, section in enumerate(sections):
+            step = max(1, ranks // section.heads)
+            whole += [parts[k] for parts in by_rank[::step]]
+        made[name] = torch.cat(whole, axis)
+    return made
+
+
+def _sections(g: ModelGeometry, name: str) -> tuple[int, list[Section]]:
+    """The axis that ranks divide, and what lies along it."""
+    if name in ("key", "value"):
+        assert g.attention is not None
+        return 2, [Section(g.attention.kv_heads, g.attention.kv_heads)]
+    spec = g.recurrent
+    assert spec is not None
+    if name == "ssm":
+        return 1, [Section(spec.rows, spec.rows)]
+    sections = zip(spec.conv_sections, spec.section_groups, strict=True)
+    return 2, [Section(columns, groups or columns) for columns, groups in sections]
+
+
+def _of_rank(part: Tensor, axis: int, count: int, ranks: int, rank: int) -> Tensor:
+    """The heads, groups or channels of one rank."""
+    width = part.shape[axis] // count
+    held = count // ranks if count % ranks == 0 else 1
+    return part.narrow(axis, rank * count // ranks * width, held * width)

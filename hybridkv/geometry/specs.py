@@ -208,6 +208,11 @@ class RecurrentSpec:
         return 0 if self.state_shape is None else prod(self.state_shape)
 
     @property
+    def section_groups(self) -> tuple[int, ...]:
+        """For each convolution section the groups it is made of, 0 where it is cut between any channels."""
+        return tuple(self.groups if by_group else 0 for _, by_group in _SECTIONS[self.kind])
+
+    @property
     def rows(self) -> int:
         """Length of the axis along which a state may be cut: heads, d_inner for mamba1; 0 without state."""
         return 0 if self.state_shape is None else self.state_shape[0]
