@@ -245,3 +245,32 @@ def test_wrong_use_is_refused():
     with pytest.raises(UsageError, match="state must be published, got Checkpoint"):
         host.store(Checkpoint(32, {}))
     assert Now().submit(lambda: None).done()
+
+
+def test_a_copy_that_cannot_be_started_changes_nothing():
+    """I6: no lease, no request and no bytes are left."""
+
+    class Broken:
+        def submit(self, work):
+            raise MemoryError("no stream")
+
+    e, host = tier()
+    serve(e, "first")
+    r = e.cache.request("again", PROMPT)
+    good, host.copier = host.copier, Broken()
+    with pytest.raises(MemoryError):
+        host.store_prefix(r)
+    assert host.bytes == 0 and not e.cache.leases and host.poll() == 0
+    host.copier = good
+    host.store_prefix(r)
+    host.poll()
+    e.cache.clear()
+    host.copier = Broken()
+    before = e.cache.stats()
+    with pytest.raises(MemoryError):
+        host.fetch(r)
+    held = {name: (pool.free, pool.held) for name, pool in e.cache.stats().pools.items()}
+    assert held == {name: (pool.free, pool.held) for name, pool in before.pools.items()}
+    assert len(e.cache.requests) == 1 and e.cache.running == 0
+    host.copier = good
+    assert host.fetch(r).tokens == 96

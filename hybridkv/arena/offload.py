@@ -134,14 +134,18 @@ class HostTier:
         size = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
         if not self._make_room(size):
             return False
-        self.cache.lease(state)
         pin = self.arena.device.type == "cuda"
-        copy = HostCopy(
-            {n: torch.empty(shape, dtype=dtype, pin_memory=pin) for n, (shape, dtype) in shapes.items()}, size
-        )
+        payload = {n: torch.empty(shape, dtype=kind, pin_memory=pin) for n, (shape, kind) in shapes.items()}
+        copy = HostCopy(payload, size)
+        self.cache.lease(state)
+        try:
+            event = self.copier.submit(lambda: self._out(state, copy))
+        except BaseException:
+            self.cache.end_lease(state)
+            raise
         self._copies[name] = copy
         self.bytes += size
-        self._stores.append((self.copier.submit(lambda: self._out(state, copy)), state, copy))
+        self._stores.append((event, state, copy))
         return True
 
     def store_prefix(self, r: Request) -> int:
@@ -176,10 +180,15 @@ class HostTier:
             self.cache.release(shadow)
             return None
         fetch = Fetch(shadow, depth, [self._copies[name] for name in names])
+        try:
+            event = self.copier.submit(lambda: self._back(answer.plan, fetch))
+        except BaseException:
+            self.cache.release(shadow)
+            raise
         for name in names:
             self._copies[name].users += 1
             self._touch(name)
-        self._fetches.append((self.copier.submit(lambda: self._back(answer.plan, fetch)), fetch))
+        self._fetches.append((event, fetch))
         return fetch
 
     def cancel(self, fetch: Fetch) -> None:
