@@ -219,6 +219,11 @@ REFUSED = [
     (lambda: toy().view(SSM, 2), r"layer must be in 0..1 \(layers of a group\), got 2"),
     (lambda: toy().view(LIVE, 0), "kind must be one of attention, ssm, conv, window in s2, got "),
     (lambda: toy().read(SSM, np.zeros((1, 2), np.int32)), r"ids must have 3 members of 'ssm', got \(1, 2\)"),
+    (lambda: toy().read(SSM, np.array([[0, 1, 7]], np.int32)), "ids of 'ssm' must be below 7, got 7"),
+    (
+        lambda: toy().copy([Copy(CONV, np.array([0]), np.array([28]))]),
+        "ids of 'conv' must be below 28, got 28",
+    ),
     (
         lambda: ArenaLayout.of(placed(SSM, pages=6), {"shared": 2}),
         "members of 'ssm' must be 3 for 3 rows of 1 to a member, got 6",

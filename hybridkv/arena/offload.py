@@ -174,9 +174,7 @@ class HostTier:
             self.cache.release(shadow)
             return answer
         names = self._needed(r, answer.plan.start, depth)
-        if not all(
-            map(self._ready, names)
-        ):  # the device's own hit was too dear, and the host lacks what lies before
+        if not all(map(self._ready, names)):  # the device's own hit was too dear, the host lacks its blocks
             self.cache.release(shadow)
             return None
         fetch = Fetch(shadow, depth, [self._copies[name] for name in names])
