@@ -1,6 +1,7 @@
 """What lies where inside one unit of storage, in elements: pieces of a convolution line, parts of a replay window.
 
-Both twins of every kernel use it, and whoever sizes a pool. Does not know where units lie.
+And how far apart the tokens of activations may lie. Both twins of every kernel use it, and whoever sizes a pool. Does
+not know where units lie.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import NamedTuple
 ALIGNMENT = 16  # bytes: every piece and part starts at a 128-bit boundary
 SSD_CHUNK = 64  # tokens: a window of Falcon-H1-7B then fits a page of 512 KiB (research note kernels, 5.7)
 DELTA_CHUNK = 16  # tokens: one tile of a matrix instruction, see hybridkv/triton/delta.py
+PITCH = 8  # elements: tokens of activations lie a multiple of these apart, so that bf16 is read 128 bits at a time
 
 
 def _up(elements: int, itemsize: int) -> int:

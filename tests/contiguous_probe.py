@@ -12,21 +12,25 @@ import triton.language as tl
 
 from hybridkv.testing import aot
 from hybridkv.triton import ssu
-from hybridkv.triton.common import SHAPES, exp, softplus
+from hybridkv.triton.common import PITCH, SHAPES, exp, softplus
 
 
 @triton.jit
 def _dense_update_kernel(
     pool_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     dt_ptr, stride_dt: tl.int64,
     A_ptr,
-    B_ptr, stride_B: tl.int64,
-    C_ptr, stride_C: tl.int64,
+    B_ptr, pitches_B: tl.int64,
+    C_ptr, pitches_C: tl.int64,
     D_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64,
+    out_ptr, pitches_out: tl.int64,
     P: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
+    stride_x = pitches_x * PITCH
+    stride_B = pitches_B * PITCH
+    stride_C = pitches_C * PITCH
+    stride_out = pitches_out * PITCH
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     dst = tl.load(dst_ptr + i_row * stride_dst).to(tl.int64)

@@ -16,6 +16,7 @@ from hybridkv.triton import attention, conv, delta, kv, loops, moves, ssd, ssu
 
 BF16 = torch.bfloat16
 BATCHES = (1, 2, 16, 17)
+FUSED = 8 * 835  # Falcon-H1-7B's in_proj: no multiple of 16 elements
 
 
 class Driver:
@@ -44,8 +45,11 @@ def strided(shape, dtype, pad, shift):
     return flat[shift:].as_strided(shape, (*strides[-len(outer) :], 1) if outer else (1,))
 
 
-def launch_all(batch, odd, data=0):
-    """Launch everything for `batch` rows: tables, lengths and per-head scalars as `odd`, rows of data as `data` says."""
+def launch_all(batch, odd, data=0, fused=0):
+    """Launch everything for `batch` rows: tables, lengths and per-head scalars as `odd`, rows of data as `data` says.
+
+    `fused`: rows of data that fit are slices of rows of so many elements.
+    """
 
     def ints(*shape):
         return strided(shape, torch.int32, odd, odd)
@@ -57,7 +61,7 @@ def launch_all(batch, odd, data=0):
         inner = 1
         for n in shape[1:]:
             inner *= n
-        base = strided((shape[0], inner), BF16, data, 0)
+        base = strided((shape[0], inner), BF16, fused - inner if fused >= inner else data, 0)
         return base.as_strided(shape, (base.stride(0), *torch.empty(shape[1:]).stride()))
 
     pool, work = torch.zeros(64, dtype=BF16), torch.zeros(64)
@@ -136,6 +140,7 @@ def main():
     metadata = {name: len(keys) for name, keys in seen.items()}
     for batch, odd in itertools.product(BATCHES, (0, 1)):
         launch_all(batch, odd, data=8)
+        launch_all(batch, odd, fused=FUSED)
     print(json.dumps([metadata, {name: len(keys) for name, keys in seen.items()}]))
 
 

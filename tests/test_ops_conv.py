@@ -278,7 +278,6 @@ BAD = [
     ({"x": torch.zeros(1, DIM)}, UsageError, "lines.dtype must be torch.float32, got torch.bfloat16"),
     ({"x": torch.zeros(DIM, dtype=BF16)}, UsageError, r"x.shape must be \[any, any\], got \[48\]"),
     ({"x": torch.zeros(1, 2 * DIM, dtype=BF16)[:, ::2]}, UsageError, r"x.stride\(-1\) must be 1, got 2"),
-    ({"x": torch.zeros(1, 52, dtype=BF16)[:, :DIM]}, UsageError, r"x.stride\(0\) must be a multiple of 16, got 52"),
     ({"weight": torch.zeros(5, DIM)}, UnsupportedError, r"weight.shape\[0\] must be one of \(2, 3, 4\), got 5"),
     ({"weight": torch.zeros(1, DIM)}, UnsupportedError, r"weight.shape\[0\]"),
     ({"weight": torch.zeros(4, 40)}, UsageError, r"weight.shape must be \[any, 48\]"),
@@ -294,10 +293,13 @@ BAD = [
     ({"line_dst": i32([[5]])}, UsageError, "line_dst must be disjoint from line_src"),
     ({"granule": 4}, UsageError, "granule must be a positive multiple of 16 bytes, got 8 bytes"),
     ({"lines": torch.zeros(4097, dtype=BF16)[1:]}, UsageError, r"lines.data_ptr\(\) must be a multiple of 16"),
-    ({"x": torch.zeros(1, 12, dtype=BF16)}, UsageError, r"x.stride\(0\)"),
+    ({"x": torch.zeros(1, 12, dtype=BF16), "weight": torch.zeros(4, 12)}, UnsupportedError,
+     r"x.shape\[1\] must be a multiple of 16 bytes, got 12"),
     ({"impl": "cuda"}, UsageError, "impl must be one of reference, triton, got 'cuda'"),
 ]  # fmt: skip
 BAD_PREFILL = [
+    ({"x": torch.zeros(3, 52, dtype=BF16)[:, :DIM]}, UsageError, r"x.stride\(0\) must be a multiple of 8, got 52"),
+    ({"out": torch.zeros(3, 52)[:, :DIM]}, UsageError, r"out.stride\(0\) must be a multiple of 8, got 52"),
     ({"starts": i32([0, 2])}, UsageError, r"starts.shape must be \[3\], got \[2\]"),
     ({"starts": i32([0, 2, 4])}, UsageError, "starts must be rising from 0 to at most 3"),
     ({"starts": i32([0, 2, 1])}, UsageError, "starts must be rising"),

@@ -245,6 +245,7 @@ BAD = [
     ({"a": torch.zeros(20, 3)}, UsageError, "a.dtype must be torch.bfloat16"),
     ({"A": torch.zeros(3, dtype=BF16)}, UsageError, "A.dtype must be torch.float32"),
     ({"out": torch.zeros(20, 3, 32)}, UsageError, "out.shape must be"),
+    ({"k": torch.zeros(20, 36, dtype=BF16)[:, None, :32]}, UsageError, r"k.stride\(0\) must be a multiple of 8, got 36"),
     ({"out": torch.zeros(20, 3, 16, device="meta")}, UsageError, "out.device must be cpu, got meta"),
     ({"heads_per_member": 2}, UsageError, r"src_members.shape\[1\] must be 2 for 3 heads, got 1"),
 ]  # fmt: skip

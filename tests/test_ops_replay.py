@@ -327,7 +327,7 @@ BAD = [
     ({"max_tokens": 2, "boundaries": i32([[[512]]])}, UsageError, "max_tokens must be at least 20, got 2"),
     ({"x": F.tokens(20, 0)["x"][:19]}, UsageError, "B.shape must be"),
     ({"out": torch.zeros(20, 2, 32)}, UsageError, "out.shape must be"),
-    ({"out": torch.zeros(20, 40)[:, :32].unflatten(1, (2, 16))}, UsageError, r"out.stride\(0\) must be a multiple of 16"),
+    ({"out": torch.zeros(20, 36)[:, :32].unflatten(1, (2, 16))}, UsageError, r"out.stride\(0\) must be a multiple of 8, got 36"),
     ({"heads_per_member": 1}, UsageError, r"src_members.shape\[1\] must be 2 for 2 heads, got 1"),
 ]  # fmt: skip
 

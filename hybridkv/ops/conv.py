@@ -113,7 +113,7 @@ def conv_update(
         lines: raw storage of lines, mutated, `[elements]`, dtype of `x`.
         line_src: entries of the row's line, `[rows, pieces]`, int32; absent is zeros.
         line_dst: entries to write it to, `[rows, pieces]`, int32; may equal `line_src`.
-        x: newest inputs, `[rows, channels]`, float; stride between rows a multiple of 16 elements.
+        x: newest inputs, `[rows, channels]`, float; stride between rows a multiple of 8 elements.
         weight: taps, oldest first, `[width, channels]`, float, contiguous; width 2, 3 or 4.
         bias: `[channels]`, float, or None.
         out: mutated, `[rows, channels]`, float.
@@ -157,7 +157,7 @@ def conv_prefill(
         line_dst: entries to write, `[rows, kept, pieces]`, int32; absent is not kept.
         line_at: after how many of the row's tokens, 0 to all, `[rows, kept]`, int32.
         starts: cumulative tokens, row r has `starts[r]` to `starts[r + 1]`, `[rows + 1]`, int32.
-        x: inputs, `[tokens, channels]`, float; stride between tokens a multiple of 16 elements.
+        x: inputs, `[tokens, channels]`, float; stride between tokens a multiple of 8 elements.
         weight: taps, oldest first, `[width, channels]`, float, contiguous; width 2, 3 or 4.
         bias: `[channels]`, float, or None.
         out: mutated, `[tokens, channels]`, float.

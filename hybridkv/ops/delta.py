@@ -121,7 +121,7 @@ def delta_update(
         b: write strengths before the sigmoid, `[rows, value_heads]`, dtype of `k`.
         A: decay rates, negative, `[value_heads]`, fp32.
         bias: of `a`, `[value_heads]`, fp32.
-        out: mutated, `[rows, value_heads, value_dim]`, float; q, k, v and out have strides between rows of whole 16
+        out: mutated, `[rows, value_heads, value_dim]`, float; q, k, v and out have strides between rows of whole 8
             elements.
         granule: elements of `pool` that one entry counts.
         heads_per_member: heads that a member page holds.
@@ -184,7 +184,7 @@ def delta_rule(
         b: write strengths before the sigmoid, `[tokens, value_heads]`, dtype of `k`.
         A: decay rates, negative, `[value_heads]`, fp32.
         bias: of `a`, `[value_heads]`, fp32.
-        out: mutated, `[tokens, value_heads, value_dim]`, float; q, k, v and out have strides between tokens of whole 16
+        out: mutated, `[tokens, value_heads, value_dim]`, float; q, k, v and out have strides between tokens of whole 8
             elements.
         granule: elements of `pool` that one entry counts.
         heads_per_member: heads that a member page holds.

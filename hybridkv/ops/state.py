@@ -31,30 +31,27 @@ from hybridkv.ops._validate import (
     require,
     support,
 )
-from hybridkv.units import ssd_window
+from hybridkv.units import PITCH, ssd_window
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STATES = (torch.bfloat16, torch.float32)
-STRIDE = (
-    16  # elements: every launch with aligned rows is the same compiled kernel, hence the same bits (rule R4)
-)
 
 
 def lone(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of one token, as a slice of a wider one has them: any stride between tokens means the same."""
     return tuple(
-        t.as_strided(t.shape, (-(-t.stride(0) // STRIDE) * STRIDE, *t.stride()[1:]))
-        if t.dim() > 1 and t.shape[0] <= 1 and t.stride(0) % STRIDE
+        t.as_strided(t.shape, (-(-t.stride(0) // PITCH) * PITCH, *t.stride()[1:]))
+        if t.dim() > 1 and t.shape[0] <= 1 and t.stride(0) % PITCH
         else t
         for t in tensors
     )
 
 
 def check_activation(name: str, tensor: Tensor) -> None:
-    """Check that tokens lie `STRIDE` elements apart, and that what a token has lies packed."""
-    require(tensor.stride(0) % STRIDE == 0, f"{name}.stride(0)", f"a multiple of {STRIDE}", tensor.stride(0))
+    """Check that tokens lie `PITCH` elements apart, and that what a token has lies packed."""
+    require(tensor.stride(0) % PITCH == 0, f"{name}.stride(0)", f"a multiple of {PITCH}", tensor.stride(0))
     if tensor.dim() == 3:
         packed = tensor.shape[1] == 1 or tensor.stride(1) == tensor.shape[2]
         require(packed, f"{name}.stride(1)", tensor.shape[2], tensor.stride(1))
@@ -246,7 +243,7 @@ def state_update(
         C: output projections, `[rows, groups, state_dim]`, dtype of `x`.
         D: skip weights, `[heads]`, fp32.
         bias: of `dt`, `[heads]`, fp32.
-        out: mutated, `[rows, heads, head_dim]`, float; x, B, C and out have strides between rows of whole 16 elements.
+        out: mutated, `[rows, heads, head_dim]`, float; x, B, C and out have strides between rows of whole 8 elements.
         granule: elements of `pool` that one entry counts.
         heads_per_member: heads that a member page holds.
         impl: "reference" or "triton"; empty for the device's own.
@@ -308,7 +305,7 @@ def ssd(
         C: output projections, `[tokens, groups, state_dim]`, dtype of `x`.
         D: skip weights, `[heads]`, fp32.
         bias: of `dt`, `[heads]`, fp32.
-        out: mutated, `[tokens, heads, head_dim]`, float; token strides of x, B, C, out are whole 16 elements.
+        out: mutated, `[tokens, heads, head_dim]`, float; token strides of x, B, C, out are whole 8 elements.
         granule: elements of `pool` that one entry counts.
         heads_per_member: heads that a member page holds.
         window_granule: elements of `window_pool` that one entry counts.

@@ -5,7 +5,10 @@ Contraction of a product and a sum into one instruction is off everywhere, since
 
 A kernel has one signature per dtypes and geometry, whatever batch, length and tables are: what is read as scalars is
 never specialized on its alignment, nor are their strides on values (vllm #43009, #52413: a compilation in the middle of
-serving). Where an op lets rows of data be other than a multiple of 16 elements apart, they make a second one.
+serving). Tokens of the recurrent ops and of the convolution lie whole pitches of 8 elements apart, and a launch passes
+how many: the kernel multiplies, which proves 128-bit accesses at every stride by one signature (`tl.multiple_of` on an
+argument proves nothing: Triton drops it). Where other ops let rows of data be other than a multiple of 16 elements
+apart, they make a second one.
 """
 
 import functools
@@ -16,6 +19,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from hybridkv import units
+
+PITCH = tl.constexpr(units.PITCH)
+
+
+def pitches(tensor: torch.Tensor) -> int:
+    """Count the pitches between tokens, for an argument `pitches_*`: never specialized, multiplied by PITCH."""
+    return tensor.stride(0) // units.PITCH
 
 
 @triton.jit

@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridkv.triton.common import SHAPES, CompileCase, architecture, constants, options, signature, silu
+from hybridkv.triton.common import (
+    PITCH,
+    SHAPES,
+    CompileCase,
+    architecture,
+    constants,
+    options,
+    pitches,
+    signature,
+    silu,
+)  # fmt: skip
 from hybridkv.units import piece_elements
 
 # One warp: 8 channels of 2 bytes, one 128-bit access a tap, for each of 64 lanes, or twice for each of 32.
@@ -18,7 +28,9 @@ _UPDATE = {"default": {"BLOCK": 512, "warps": 1}}
 _PREFILL = {"default": {"BLOCK": 512, "TOKENS": 8, "warps": 1}}
 # Where tables lie and how far apart their rows are must not make another signature.
 _INDICES = ("src_ptr", "dst_ptr", "at_ptr", "starts_ptr")
-_INTEGERS = ("stride_src", "stride_dst", "stride_dst_row", "stride_dst_line", "stride_at", "kept")
+_INTEGERS = (
+    "stride_src", "stride_dst", "stride_dst_row", "stride_dst_line", "stride_at", "kept", "pitches_x", "pitches_out",
+)  # fmt: skip
 
 
 def _shape(dim: int, width: int, pieces: int, granule: int, itemsize: int) -> dict[str, Any]:
@@ -74,12 +86,14 @@ def _convolve(
 @triton.jit(do_not_specialize_on_alignment=_INDICES, do_not_specialize=_INTEGERS)
 def _conv_update_kernel(
     lines_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     w_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64,
+    out_ptr, pitches_out: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    stride_x = pitches_x * PITCH
+    stride_out = pitches_out * PITCH
     i_row = tl.program_id(1).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_c = o_c < DIM
@@ -114,7 +128,7 @@ def conv_update(
     c = constants(_UPDATE, architecture(x.device))
     _conv_update_kernel[(triton.cdiv(dim, c["BLOCK"]), rows)](
         lines, line_src, line_dst, line_src.stride(0), line_dst.stride(0),
-        x, x.stride(0), weight, bias, out, out.stride(0), ACTIVATION=activation, BLOCK=c["BLOCK"],
+        x, pitches(x), weight, bias, out, pitches(out), ACTIVATION=activation, BLOCK=c["BLOCK"],
         **_shape(dim, width, pieces, granule, x.element_size()), **options(warps=c["warps"]),
     )  # fmt: skip
 
@@ -136,12 +150,14 @@ def _tap(
 def _conv_prefill_kernel(
     lines_ptr, src_ptr, stride_src: tl.int64,
     starts_ptr,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     w_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64,
+    out_ptr, pitches_out: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    stride_x = pitches_x * PITCH
+    stride_out = pitches_out * PITCH
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     tokens = tl.load(starts_ptr + i_row + 1) - start
@@ -175,14 +191,16 @@ def _conv_lines_kernel(
     dst_ptr, stride_dst_row: tl.int64, stride_dst_line: tl.int64,
     at_ptr, stride_at: tl.int64, kept,
     starts_ptr,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     DIM: tl.constexpr, W: tl.constexpr, GRANULE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    stride_x = pitches_x * PITCH
     i_row = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + i_row).to(tl.int64)
     o_c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p_src = src_ptr + i_row * stride_src
+    p_x = x_ptr + start * stride_x + o_c
     # The whole old line first: one of the destinations may be the source.
     b_0 = _history(lines_ptr, p_src, 0, o_c, DIM, GRANULE, PIECES, PIECE)
     b_1 = _history(lines_ptr, p_src, 1, o_c, DIM, GRANULE, PIECES, PIECE) if W > 2 else b_0
@@ -192,9 +210,7 @@ def _conv_lines_kernel(
         p_dst = dst_ptr + i_row * stride_dst_row + i_line * stride_dst_line
         for i_w in tl.static_range(W - 1):
             token = at - (W - 1) + i_w
-            b_new = tl.load(
-                x_ptr + (start + token) * stride_x + o_c, mask=(o_c < DIM) & (token >= 0), other=0.0
-            )
+            b_new = tl.load(p_x + token * stride_x, mask=(o_c < DIM) & (token >= 0), other=0.0)
             b_old = tl.where(at + i_w == 0, b_0, tl.where(at + i_w == 1, b_1, b_2))
             o_line, m_line = _line(p_dst, i_w, o_c, DIM, GRANULE, PIECES, PIECE)
             tl.store(lines_ptr + o_line, tl.where(token < 0, b_old, b_new), mask=m_line)
@@ -217,25 +233,26 @@ def conv_prefill(
     blocks = triton.cdiv(dim, c["BLOCK"])
     if max_tokens:
         _conv_prefill_kernel[(blocks * triton.cdiv(max_tokens, c["TOKENS"]), rows)](
-            lines, line_src, line_src.stride(0), starts, x, x.stride(0), weight, bias, out, out.stride(0),
+            lines, line_src, line_src.stride(0), starts, x, pitches(x), weight, bias, out, pitches(out),
             ACTIVATION=activation, TOKENS=c["TOKENS"], **shape,
         )  # fmt: skip
     if kept:
         _conv_lines_kernel[(blocks, rows)](
             lines, line_src, line_src.stride(0), line_dst, line_dst.stride(0), line_dst.stride(1),
-            line_at, line_at.stride(0), kept, starts, x, x.stride(0), **shape,
+            line_at, line_at.stride(0), kept, starts, x, pitches(x), **shape,
         )  # fmt: skip
 
 
 def compile_cases(arch: str) -> list[CompileCase]:
     """bf16 lines at 16-byte granules: whole, and ("striped") in three pieces."""
     update, prefill = constants(_UPDATE, arch), constants(_PREFILL, arch)
-    tensors, rows = "lines_ptr x_ptr w_ptr bias_ptr out_ptr", {"i64_16": "stride_x stride_out"}
-    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64="stride_src stride_dst", **rows)
-    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64="stride_src", **rows)
+    tensors = "lines_ptr x_ptr w_ptr bias_ptr out_ptr"
+    strides = "stride_src pitches_x pitches_out"
+    one = signature(p_bf16_16=tensors, p_i32="src_ptr dst_ptr", i64=f"{strides} stride_dst")
+    many = signature(p_bf16_16=tensors, p_i32="src_ptr starts_ptr", i64=strides)
     keep = signature(
-        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i64_16="stride_x", i32="kept",
-        i64="stride_src stride_dst_row stride_dst_line stride_at",
+        p_bf16_16="lines_ptr x_ptr", p_i32="src_ptr dst_ptr at_ptr starts_ptr", i32="kept",
+        i64="pitches_x stride_src stride_dst_row stride_dst_line stride_at",
     )  # fmt: skip
     cases = []
     for name, s in SHAPES.items():

@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridkv.triton.common import (
+    PITCH,
     SHAPES,
     CompileCase,
     architecture,
     constants,
     exp,
     options,
+    pitches,
     sigmoid,
     signature,
     softplus,
@@ -30,29 +32,34 @@ from hybridkv.units import DELTA_CHUNK, delta_window
 
 _UPDATE = {"default": {"BV": 32, "warps": 4}}
 _RULE = {"default": {"BV": 32, "warps": 4}}
-# Read as scalars: where they lie must not make another signature.
+# Read as scalars: where they lie must not make another signature, nor may strides.
 _SCALARS = (
     "src_ptr", "dst_ptr", "boundaries_ptr", "windows_ptr", "starts_ptr", "positions_ptr",
     "a_ptr", "b_ptr", "A_ptr", "bias_ptr",
 )  # fmt: skip
 _STRIDES = (
     "stride_src", "stride_dst", "stride_boundaries_row", "stride_boundaries_chunk", "stride_a", "stride_b",
+    "pitches_q", "pitches_k", "pitches_v", "pitches_out",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_STRIDES)
 def _delta_update_kernel(
     pool_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
-    q_ptr, stride_q: tl.int64,
-    k_ptr, stride_k: tl.int64,
-    v_ptr, stride_v: tl.int64,
+    q_ptr, pitches_q: tl.int64,
+    k_ptr, pitches_k: tl.int64,
+    v_ptr, pitches_v: tl.int64,
     a_ptr, stride_a: tl.int64,
     b_ptr, stride_b: tl.int64,
     A_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64, scale,
+    out_ptr, pitches_out: tl.int64, scale,
     K: tl.constexpr, V: tl.constexpr, GRANULE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr,
 ):  # fmt: skip
+    stride_q = pitches_q * PITCH
+    stride_k = pitches_k * PITCH
+    stride_v = pitches_v * PITCH
+    stride_out = pitches_out * PITCH
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     o_src, m_src = member(src_ptr + i_row * stride_src, i_h, GRANULE, HEADS, K * V)
@@ -90,8 +97,8 @@ def delta_update(
     bv = min(value_dim, c["BV"])
     _delta_update_kernel[(value_dim // bv, heads, rows)](
         pool, src_members, dst_members, src_members.stride(0), dst_members.stride(0),
-        q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A, bias,
-        out, out.stride(0), scale,
+        q, pitches(q), k, pitches(k), v, pitches(v), a, a.stride(0), b, b.stride(0), A, bias,
+        out, pitches(out), scale,
         K=key_dim, V=value_dim, GRANULE=granule, HEADS=heads_per_member, GROUP=heads // key_heads, BV=bv,
         **options(warps=c["warps"]),
     )  # fmt: skip
@@ -144,17 +151,21 @@ def _delta_rule_kernel(
     boundaries_ptr, stride_boundaries_row: tl.int64, stride_boundaries_chunk: tl.int64,
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
-    q_ptr, stride_q: tl.int64,
-    k_ptr, stride_k: tl.int64,
-    v_ptr, stride_v: tl.int64,
+    q_ptr, pitches_q: tl.int64,
+    k_ptr, pitches_k: tl.int64,
+    v_ptr, pitches_v: tl.int64,
     a_ptr, stride_a: tl.int64,
     b_ptr, stride_b: tl.int64,
     A_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64, scale,
+    out_ptr, pitches_out: tl.int64, scale,
     HK: tl.constexpr, K: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     GRANULE: tl.constexpr, HEADS: tl.constexpr, WINDOW_GRANULE: tl.constexpr,
     AT_V: tl.constexpr, AT_A: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
+    stride_q = pitches_q * PITCH
+    stride_k = pitches_k * PITCH
+    stride_v = pitches_v * PITCH
+    stride_out = pitches_out * PITCH
     i_h = tl.program_id(1)
     i_hk = i_h // (HV // HK)
     i_row = tl.program_id(2).to(tl.int64)
@@ -227,12 +238,13 @@ def _delta_rule_kernel(
 def _delta_append_kernel(
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
-    k_ptr, stride_k: tl.int64,
+    k_ptr, pitches_k: tl.int64,
     a_ptr, stride_a: tl.int64,
     WINDOW_GRANULE: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     HV: tl.constexpr, BLOCK_HV: tl.constexpr, AT_A: tl.constexpr,
 ):  # fmt: skip
     """Copy keys and gates of one token of the unfinished last piece."""
+    stride_k = pitches_k * PITCH
     i_row = tl.program_id(1).to(tl.int64)
     entry = tl.load(windows_ptr + i_row).to(tl.int64)
     phase = tl.load(positions_ptr + i_row) % L
@@ -264,13 +276,13 @@ def delta_rule(
     window = _window(key_heads, key_dim, heads, value_dim, k.element_size(), window_granule)
     _delta_rule_kernel[(value_dim // bv, heads, rows)](
         pool, src_members, src_members.stride(0), boundaries, boundaries.stride(0), boundaries.stride(1),
-        *spans, q, q.stride(0), k, k.stride(0), v, v.stride(0), a, a.stride(0), b, b.stride(0), A, bias,
-        out, out.stride(0), scale,
+        *spans, q, pitches(q), k, pitches(k), v, pitches(v), a, a.stride(0), b, b.stride(0), A, bias,
+        out, pitches(out), scale,
         HK=key_heads, K=key_dim, V=value_dim, GRANULE=granule, HEADS=heads_per_member, BV=bv, **window,
         **options(warps=c["warps"]),
     )  # fmt: skip
     _delta_append_kernel[(min(DELTA_CHUNK, max_tokens), rows)](
-        *spans, k, k.stride(0), a, a.stride(0),
+        *spans, k, pitches(k), a, a.stride(0),
         **_append_shape(key_heads, key_dim, heads, window), **options(warps=4),
     )  # fmt: skip
 
@@ -286,20 +298,20 @@ def compile_cases(arch: str) -> list[CompileCase]:
         2.0 * (2 * s.groups * K + 2 * HV * V + 2 * HV),
     )
     gates = {"p_bf16": "a_ptr b_ptr", "p_fp32": "A_ptr bias_ptr", "fp32": "scale"}
-    rows = {"i64_16": "stride_q stride_k stride_v stride_out"}
+    strides = "stride_src stride_a stride_b pitches_q pitches_k pitches_v pitches_out"
     cases = []
     for itemsize, variant in ((2, "bf16"), (4, "fp32")):
         tensors, state = "q_ptr k_ptr v_ptr out_ptr", HV * K * V * itemsize
-        types = {"p_bf16_16": f"{tensors} window_ptr"} | gates | rows
+        types = {"p_bf16_16": f"{tensors} window_ptr"} | gates
         types |= (
             {"p_fp32_16": "pool_ptr"} if itemsize == 4 else {"p_bf16_16": f"{tensors} window_ptr pool_ptr"}
         )
         heads = min(HV, s.page_bytes // (K * V * itemsize))
         shape = {"K": K, "V": V, "GRANULE": 16 // itemsize, "HEADS": heads}
-        one = signature(p_i32="src_ptr dst_ptr", i64="stride_src stride_dst stride_a stride_b", **types)
+        one = signature(p_i32="src_ptr dst_ptr", i64=f"{strides} stride_dst", **types)
         many = signature(
             p_i32="src_ptr boundaries_ptr windows_ptr starts_ptr positions_ptr",
-            i64="stride_src stride_boundaries_row stride_boundaries_chunk stride_a stride_b", **types,
+            i64=f"{strides} stride_boundaries_row stride_boundaries_chunk", **types,
         )  # fmt: skip
         del one["window_ptr"]
         window = state * (1 + 1 / L) + (L + 1) / 2 * row + token  # the state is written once a chunk
@@ -320,7 +332,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
             kernel=_delta_append_kernel, geometry=name, options=options(warps=4),
             signature=signature(
                 p_bf16_16="window_ptr k_ptr", p_bf16="a_ptr", p_i32="windows_ptr starts_ptr positions_ptr",
-                i64_16="stride_k", i64="stride_a",
+                i64="stride_a pitches_k",
             ),
             constexprs=_append_shape(HK, K, HV, _window(HK, K, HV, V, 2, 8)),
             bytes_per_token=4.0 * (HK * K + HV), floor_bytes=4.0 * (HK * K + HV),

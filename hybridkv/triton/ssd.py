@@ -20,12 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridkv.triton.common import (
+    PITCH,
     SHAPES,
     CompileCase,
     architecture,
     constants,
     exp,
     options,
+    pitches,
     signature,
     softplus,
 )  # fmt: skip
@@ -45,12 +47,13 @@ _FOLD = {
         4: {"BM": 32, "BN": 64, "warps": 4, "stages": 1},
     }
 }
-# Read as scalars: where they lie must not make another signature.
+# Read as scalars: where they lie must not make another signature, nor may strides.
 _SCALARS = (
     "src_ptr", "boundaries_ptr", "windows_ptr", "starts_ptr", "positions_ptr", "dt_ptr", "A_ptr", "D_ptr", "bias_ptr",
 )  # fmt: skip
 _INTEGERS = (
     "stride_src", "stride_boundaries_row", "stride_boundaries_chunk", "stride_dt", "later", "first_piece", "pieces",
+    "pitches_x", "pitches_B", "pitches_C", "pitches_out",
 )  # fmt: skip
 
 
@@ -93,15 +96,17 @@ def _fold_launch(
 def _ssd_append_kernel(
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     dt_ptr, stride_dt: tl.int64,
-    B_ptr, stride_B: tl.int64,
+    B_ptr, pitches_B: tl.int64,
     later,
     WINDOW_GRANULE: tl.constexpr, L: tl.constexpr,
     HP: tl.constexpr, BLOCK_HP: tl.constexpr, GN: tl.constexpr, BLOCK_GN: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, AT_B: tl.constexpr, AT_DT: tl.constexpr,
 ):  # fmt: skip
     """Copy one token's inputs: of the first piece, or of the unfinished last one if it is a later one."""
+    stride_x = pitches_x * PITCH
+    stride_B = pitches_B * PITCH
     i_row = tl.program_id(1).to(tl.int64)
     entry = tl.load(windows_ptr + i_row).to(tl.int64)
     phase = tl.load(positions_ptr + i_row) % L
@@ -160,19 +165,23 @@ def _ssd_rows_kernel(
     scratch_ptr, stride_scratch: tl.int64,
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     dt_ptr, stride_dt: tl.int64,
     A_ptr,
-    B_ptr, stride_B: tl.int64,
-    C_ptr, stride_C: tl.int64,
+    B_ptr, pitches_B: tl.int64,
+    C_ptr, pitches_C: tl.int64,
     D_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64,
+    out_ptr, pitches_out: tl.int64,
     first_piece, pieces,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     GRANULE: tl.constexpr, HEADS: tl.constexpr, WINDOW_GRANULE: tl.constexpr,
     AT_B: tl.constexpr, AT_DT: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Outputs of positions lo to hi of one piece, from the state before its chunk and positions 0 to hi."""
+    stride_x = pitches_x * PITCH
+    stride_B = pitches_B * PITCH
+    stride_C = pitches_C * PITCH
+    stride_out = pitches_out * PITCH
     i_h = tl.program_id(1)
     i_row = (tl.program_id(2) // pieces).to(tl.int64)
     i_piece = first_piece + tl.program_id(2) % pieces
@@ -235,16 +244,18 @@ def _ssd_fold_kernel(
     scratch_ptr, stride_scratch: tl.int64,
     window_ptr, windows_ptr,
     starts_ptr, positions_ptr,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     dt_ptr, stride_dt: tl.int64,
     A_ptr,
-    B_ptr, stride_B: tl.int64,
+    B_ptr, pitches_B: tl.int64,
     bias_ptr,
     H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     GRANULE: tl.constexpr, HEADS: tl.constexpr, WINDOW_GRANULE: tl.constexpr,
     AT_B: tl.constexpr, AT_DT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Carry a tile of the state over the row's whole chunks, rounded after each to the pool's dtype."""
+    stride_x = pitches_x * PITCH
+    stride_B = pitches_B * PITCH
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     phase = tl.load(positions_ptr + i_row) % L
@@ -308,7 +319,7 @@ def ssd(
 
     def append(later: int) -> None:
         _ssd_append_kernel[(tokens, rows)](
-            *spans, x, x.stride(0), dt, dt.stride(0), B, B.stride(0), later,
+            *spans, x, pitches(x), dt, dt.stride(0), B, pitches(B), later,
             **_append_shape(shape), **options(warps=4),
         )  # fmt: skip
 
@@ -316,7 +327,7 @@ def ssd(
         tiles, launch = _rows_launch(head_dim, state_dim, arch, size)
         height = min(chunk // tiles["BM"], 1 + triton.cdiv(tokens - 1, tiles["BM"]))
         _ssd_rows_kernel[(height * (head_dim // tiles["BP"]), heads, rows * count)](
-            *states, x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), C, C.stride(0), D, bias, out, out.stride(0),
+            *states, x, pitches(x), dt, dt.stride(0), A, B, pitches(B), C, pitches(C), D, bias, out, pitches(out),
             first, count, **shape, **tiles, **launch,
         )  # fmt: skip
 
@@ -324,7 +335,7 @@ def ssd(
     outputs(0, 1)
     tiles, launch = _fold_launch(head_dim, state_dim, arch, size)
     _ssd_fold_kernel[((head_dim // tiles["BM"]) * (state_dim // tiles["BN"]), heads, rows)](
-        *states, x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), bias, **shape, **tiles, **launch
+        *states, x, pitches(x), dt, dt.stride(0), A, B, pitches(B), bias, **shape, **tiles, **launch
     )
     if pieces > 1:
         append(1)
@@ -347,14 +358,14 @@ def compile_cases(arch: str) -> list[CompileCase]:
             "src_ptr boundaries_ptr windows_ptr starts_ptr positions_ptr",
         )
         tensors = "pool_ptr scratch_ptr window_ptr x_ptr B_ptr"
-        strides = "stride_src stride_boundaries_row stride_boundaries_chunk stride_dt"
+        strides = "stride_src stride_boundaries_row stride_boundaries_chunk stride_dt pitches_x pitches_B"
         (rows, rows_launch), (fold, fold_launch) = _rows_launch(P, N, arch, 2), _fold_launch(P, N, arch, 2)
         cases += [
             CompileCase(
                 kernel=_ssd_append_kernel, geometry=name, options=options(warps=4),
                 signature=signature(
-                    p_bf16_16="window_ptr x_ptr B_ptr", p_bf16="dt_ptr", p_i32=spans, i64_16="stride_x stride_B",
-                    i64="stride_dt", i32="later",
+                    p_bf16_16="window_ptr x_ptr B_ptr", p_bf16="dt_ptr", p_i32=spans, i64="stride_dt pitches_x pitches_B",
+                    i32="later",
                 ),
                 constexprs=_append_shape(shape), bytes_per_token=2 * row, floor_bytes=2 * row,
             ),
@@ -362,7 +373,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
                 kernel=_ssd_rows_kernel, geometry=name, options=rows_launch, constexprs=shape | rows,
                 signature=signature(
                     p_bf16_16=f"{tensors} C_ptr out_ptr", p_bf16="dt_ptr", p_fp32="A_ptr D_ptr bias_ptr", p_i32=tables,
-                    i64_16="stride_scratch stride_x stride_B stride_C stride_out", i64=strides, i32="first_piece pieces",
+                    i64_16="stride_scratch", i64=f"{strides} pitches_C pitches_out", i32="first_piece pieces",
                 ),
                 bytes_per_token=state + (L + 1) / 2 * row + 2 * (G * N + H * P),  # half a window on average
                 floor_bytes=state + (L + 1) / 2 * row + 2 * (G * N + H * P),
@@ -371,7 +382,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
                 kernel=_ssd_fold_kernel, geometry=name, per="chunk", options=fold_launch, constexprs=shape | fold,
                 signature=signature(
                     p_bf16_16=tensors, p_bf16="dt_ptr", p_fp32="A_ptr bias_ptr", p_i32=tables,
-                    i64_16="stride_scratch stride_x stride_B", i64=strides,
+                    i64_16="stride_scratch", i64=strides,
                 ),
                 bytes_per_token=2 * state + L * 2.0 * H * (P * (N // fold["BN"]) + N * (P // fold["BM"]) + 1),
                 floor_bytes=2 * state + L * row,

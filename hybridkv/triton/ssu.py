@@ -12,12 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridkv.triton.common import (
+    PITCH,
     SHAPES,
     CompileCase,
     architecture,
     constants,
     exp,
     options,
+    pitches,
     signature,
     softplus,
 )  # fmt: skip
@@ -33,25 +35,25 @@ def _shape(
     return {"P": head_dim, "N": state_dim, "GRANULE": granule, "HEADS": per_member, "GROUP": heads // groups}
 
 
-# Read as scalars: where they lie must not make another signature.
+# Read as scalars: where they lie must not make another signature, nor may strides.
 _SCALARS = ("src_ptr", "dst_ptr", "dt_ptr", "A_ptr", "D_ptr", "bias_ptr")
+_STRIDES = ("stride_src", "stride_dst", "stride_dt", "pitches_x", "pitches_B", "pitches_C", "pitches_out")
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=_SCALARS, do_not_specialize=("stride_src", "stride_dst", "stride_dt")
-)
+@triton.jit(do_not_specialize_on_alignment=_SCALARS, do_not_specialize=_STRIDES)
 def _state_update_kernel(
     pool_ptr, src_ptr, dst_ptr, stride_src: tl.int64, stride_dst: tl.int64,
-    x_ptr, stride_x: tl.int64,
+    x_ptr, pitches_x: tl.int64,
     dt_ptr, stride_dt: tl.int64,
     A_ptr,
-    B_ptr, stride_B: tl.int64,
-    C_ptr, stride_C: tl.int64,
+    B_ptr, pitches_B: tl.int64,
+    C_ptr, pitches_C: tl.int64,
     D_ptr, bias_ptr,
-    out_ptr, stride_out: tl.int64,
+    out_ptr, pitches_out: tl.int64,
     P: tl.constexpr, N: tl.constexpr, GRANULE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
+    stride_out = pitches_out * PITCH  # here, the others where they are used: the fewest registers
     i_h = tl.program_id(1)
     i_row = tl.program_id(2).to(tl.int64)
     dst = tl.load(dst_ptr + i_row * stride_dst + i_h // HEADS).to(tl.int64)
@@ -60,13 +62,13 @@ def _state_update_kernel(
     src = tl.load(src_ptr + i_row * stride_src + i_h // HEADS).to(tl.int64)
     o_p = tl.program_id(0) * BM + tl.arange(0, BM)
     o_n = tl.arange(0, N)
-    b_x = tl.load(x_ptr + i_row * stride_x + i_h * P + o_p).to(tl.float32)
+    b_x = tl.load(x_ptr + i_row * pitches_x * PITCH + i_h * P + o_p).to(tl.float32)
     o_head = (i_h % HEADS) * (P * N) + tl.program_id(0) * (BM * N)
     o_state = tl.arange(0, BM)[:, None] * N + o_n[None, :]
     b_state = tl.load(pool_ptr + (src * GRANULE + o_head) + o_state, mask=src >= 0, other=0.0).to(tl.float32)
     b_dt = softplus(tl.load(dt_ptr + i_row * stride_dt + i_h).to(tl.float32) + tl.load(bias_ptr + i_h))
-    b_B = tl.load(B_ptr + i_row * stride_B + (i_h // GROUP) * N + o_n).to(tl.float32)
-    b_C = tl.load(C_ptr + i_row * stride_C + (i_h // GROUP) * N + o_n).to(tl.float32)
+    b_B = tl.load(B_ptr + i_row * pitches_B * PITCH + (i_h // GROUP) * N + o_n).to(tl.float32)
+    b_C = tl.load(C_ptr + i_row * pitches_C * PITCH + (i_h // GROUP) * N + o_n).to(tl.float32)
     b_state = b_state * exp(tl.load(A_ptr + i_h) * b_dt) + (b_dt * b_x)[:, None] * b_B[None, :]
     b_out = tl.sum(b_state * b_C[None, :], axis=1) + b_x * tl.load(D_ptr + i_h)
     tl.store(pool_ptr + (dst * GRANULE + o_head) + o_state, b_state.to(pool_ptr.dtype.element_ty))
@@ -85,7 +87,7 @@ def state_update(
     c = constants(_CONSTANTS, architecture(x.device))
     _state_update_kernel[(head_dim // c["BM"], heads, rows)](
         pool, src_members, dst_members, src_members.stride(0), dst_members.stride(0),
-        x, x.stride(0), dt, dt.stride(0), A, B, B.stride(0), C, C.stride(0), D, bias, out, out.stride(0),
+        x, pitches(x), dt, dt.stride(0), A, B, pitches(B), C, pitches(C), D, bias, out, pitches(out),
         BM=c["BM"], **_shape(heads, head_dim, groups, state_dim, granule, heads_per_member),
         **options(warps=c["warps"]),
     )  # fmt: skip
@@ -101,8 +103,7 @@ def compile_cases(arch: str) -> list[CompileCase]:
         for itemsize, variant in ((2, "bf16"), (4, "fp32")):
             types = {
                 "p_bf16_16": "x_ptr B_ptr C_ptr out_ptr", "p_bf16": "dt_ptr", "p_fp32": "A_ptr D_ptr bias_ptr",
-                "p_i32": "src_ptr dst_ptr", "i64": "stride_src stride_dst stride_dt",
-                "i64_16": "stride_x stride_B stride_C stride_out",
+                "p_i32": "src_ptr dst_ptr", "i64": " ".join(_STRIDES),
             }  # fmt: skip
             types |= (
                 {"p_fp32_16": "pool_ptr"}
