@@ -14,7 +14,7 @@ STEPS = 120
 
 
 def rows():
-    for seqs in (64, 256, 1024):
+    for seqs in (64, 256, 512):
         yield from updates("fa+1", seqs)
     yield from updates("fa+3", 256)
 

@@ -164,7 +164,8 @@ class StepTables:
             for i, plan in step.plans.items():
                 self._fill_plan(arrays, i, plan, loads, saves)
         where, named = self._seats.changes(seats, step.plans)
-        self._check_units(arrays, named)
+        if self.check and step.plans:  # what else is named was looked at before
+            self._check_units(arrays, named)
         self._to_entries(arrays)
         if len(named):
             named = self.arena.entries(StateKind.ATTENTION, named)
@@ -223,7 +224,8 @@ class StepTables:
     def _to_entries(self, arrays: Arrays) -> None:
         """Unit ids to mapping entries."""
         for name, kind in self._kinds():
-            if arrays[name].size:
+            lying = self.arena.layout.units[kind]
+            if arrays[name].size and lying.granule != lying.page_stride:  # else entries are page ids
                 arrays[name][:] = self.arena.entries(kind, arrays[name])
 
     def _kinds(self) -> tuple[tuple[str, StateKind], ...]:
@@ -254,8 +256,6 @@ class StepTables:
 
     def _check_units(self, arrays: Arrays, blocks: NDArray[np.int32]) -> None:
         """Ids exist, and with `check` 2 no unit is written twice (I8)."""
-        if not self.check:
-            return
         o, pools = self.arena.organization, self.arena.layout.pools
         kinds = (*self._kinds(), ("blocks", StateKind.ATTENTION)) if len(blocks) else self._kinds()
         for name, kind in kinds:
