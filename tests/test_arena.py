@@ -34,8 +34,7 @@ def toy(name="s2", *, order="layer_major", pages=7, red_zone=0, layers=(2, 4), *
 
 def every_unit(arena, kind):
     """All ids of a kind, in order."""
-    units = arena.layout.units[kind]
-    return np.arange(arena.layout.pools[units.pool].pages * units.slots_per_page, dtype=np.int32)
+    return np.arange(arena.layout.units[kind].total, dtype=np.int32)
 
 
 def written(arena):
@@ -96,7 +95,7 @@ def test_every_model_fits_entries_of_int32(o):
         for units in layout.units.values():
             pool = layout.pools[units.pool]
             assert units.granule % 16 == 0 and pool.page_stride % units.granule == 0
-            last = np.array([pool.pages * units.slots_per_page - 1])
+            last = np.array([units.total - 1])
             entry = int(units.entries(last)[0])
             assert 0 <= entry < 2**31
             assert entry * units.granule + pool.page_bytes <= pool.pages * pool.page_stride + pool.page_bytes

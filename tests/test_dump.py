@@ -49,6 +49,12 @@ def test_a_dump_loads_into_every_organization_and_continues_bit_by_bit(tmp_path,
     assert all(torch.equal(x, want.logits[p]) for p, x in got.logits.items())
 
 
+def test_two_ways_to_say_one_geometry_are_one():
+    """A live dtype that is the retained one, said or not: the same facts, the same fingerprint."""
+    said, unsaid = toy_geometry(live_state_dtype="bf16"), toy_geometry()
+    assert said != unsaid and said.facts == unsaid.facts and said.fingerprint == unsaid.fingerprint
+
+
 def test_what_a_dump_says(tmp_path):
     path, e, _ = saved(tmp_path)
     told = json.loads((tmp_path / "checkpoint.safetensors.json").read_text())
@@ -127,7 +133,11 @@ MISMATCHES = [
         lambda p: p.with_name(p.name + ".json").write_text("[]"),
         "format must be 'hybridkv.checkpoint/1', got 'list'",
     ),
-    (cut_tensor, r"tensors must be .* as the sidecar says, got .*'conv': \[1, 3, 80\]"),
+    (cut_tensor, r"tensors must be .* as the sidecar says, got .*'conv': \(\[1, 3, 80\]"),
+    (
+        lambda p: save_file({n: t.float() for n, t in load_file(p).items()}, p),
+        r"tensors must be .*'BF16'.* as the sidecar says, got .*'F32'",
+    ),
     (lambda p: p.unlink(), "No such file"),
 ]
 

@@ -212,7 +212,7 @@ class Arena:
         return ids.reshape(-1, ids.shape[-1])
 
     def _table(self, kind: StateKind, ids: NDArray[np.int32]) -> Tensor:
-        limit = self.layout.pools[self._units(kind).pool].pages * self._units(kind).slots_per_page
+        limit = self._units(kind).total
         if ids.size and int(ids.max()) >= limit:
             raise UsageError(f"ids of {kind.value!r} must be below {limit}, got {int(ids.max())}")
         table = torch.from_numpy(self.entries(kind, ids))

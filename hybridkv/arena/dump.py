@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,12 @@ if TYPE_CHECKING:
     from hybridkv.arena.arena import Arena
 
 FORMAT = "hybridkv.checkpoint/1"
+SAVED_AS = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+}  # safetensors' words
 NAMES = ("geometry", "position", "root", "block_tokens", "chain", "tensors")
 
 
@@ -97,7 +102,7 @@ def _sidecar(cache: HybridCache, r: Request, position: int, tensors: dict[str, T
     return {
         "format": FORMAT,
         "model": g.name,
-        "geometry": _facts(cache),
+        "geometry": g.facts,
         "position": position,
         "root": r.root.hex(),
         "block_tokens": width,
@@ -107,13 +112,6 @@ def _sidecar(cache: HybridCache, r: Request, position: int, tensors: dict[str, T
             for n, t in tensors.items()
         },
     }
-
-
-def _facts(cache: HybridCache) -> dict[str, Any]:
-    """What decides bits: every fact of the geometry but its name, as JSON gives it back."""
-    facts = asdict(cache.organization.geometry)
-    del facts["name"]
-    return json.loads(json.dumps(facts))
 
 
 def _write(path: Path, tensors: dict[str, Tensor], sidecar: dict[str, Any]) -> None:
@@ -151,7 +149,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 def _check(told: dict[str, Any], cache: HybridCache, r: Request) -> int:
     """The dump is of this model, these numerics, this tenant and this prefix; the tokens it covers."""
-    mine, theirs = _facts(cache), told["geometry"]
+    mine, theirs = cache.organization.geometry.facts, told["geometry"]
     for name in mine:
         if theirs.get(name) != mine[name]:
             raise UsageError(f"{name} must be {mine[name]}, got {theirs.get(name)} in the dump")
@@ -174,7 +172,8 @@ def _check_tensors(told: dict[str, Any], path: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        got = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # not a mapping
-    expected = {name: t["shape"] for name, t in told["tensors"].items()}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+        got = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+    expected = {name: (t["shape"], SAVED_AS.get(t["dtype"])) for name, t in told["tensors"].items()}
     if got != expected:
         raise UsageError(f"tensors must be {expected} as the sidecar says, got {got}")

@@ -39,11 +39,12 @@ class PoolLayout(NamedTuple):
 class Units(NamedTuple):
     """Units of one state kind, in bytes.
 
-    `members`: units of a state in one group. `slots_per_page`, `slot_bytes`: 1 and the page where units are pages.
+    `total`: units in the pool. `members`: those of a state in one group. `slots_per_page`, `slot_bytes`: 1 and the page where units are pages.
     `granule`: what an entry counts. `offset`: where the payload begins in a unit. `payload`: of all members together.
     """
 
     pool: str
+    total: int
     members: int
     slots_per_page: int
     slot_bytes: int
@@ -149,6 +150,7 @@ def _units(organization: Organization, place: Placement, pool: PoolLayout) -> Un
     slots = pool.page_bytes // host.slot_bytes if host.slot_bytes else 1
     return Units(
         pool=place.pool,
+        total=pool.pages * slots,
         members=host.pages or 1,
         slots_per_page=slots,
         slot_bytes=host.slot_bytes or pool.page_bytes,

@@ -256,16 +256,15 @@ class StepTables:
 
     def _check_units(self, arrays: Arrays, blocks: NDArray[np.int32]) -> None:
         """Ids exist, and with `check` 2 no unit is written twice (I8)."""
-        o, pools = self.arena.organization, self.arena.layout.pools
         kinds = (*self._kinds(), ("blocks", StateKind.ATTENTION)) if len(blocks) else self._kinds()
         for name, kind in kinds:
             ids = blocks if name == "blocks" else arrays[name]
             if not ids.size:
                 continue
-            lying = self.arena.layout.units[kind]
-            limit = pools[lying.pool].pages * lying.slots_per_page
+            limit = self.arena.layout.units[kind].total
             if int(ids.max()) >= limit:
-                raise CorruptionError("I5", f"{name} names {int(ids.max())} of {limit} units of {o.name}")
+                known = f"{limit} units of {self.arena.organization.name}"
+                raise CorruptionError("I5", f"{name} names {int(ids.max())} of {known}")
             if self.check > 1 and name in ("dst_members", "line_dst", "windows"):
                 _check_apart(name, ids.reshape(ids.shape[0], ids.shape[1], -1))
 

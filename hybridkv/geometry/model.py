@@ -176,12 +176,17 @@ class ModelGeometry:
         return self.composite_bytes * self.recurrent_layers
 
     @property
-    def fingerprint(self) -> str:
-        """Identity of the numbers (I9): sha256 over shapes, dtypes, chunk, loop, ranks; not the name."""
+    def facts(self) -> dict[str, Any]:
+        """What decides bits: shapes, dtypes, chunk, loop, ranks; not the name. As JSON gives it back."""
         facts = asdict(self)
         del facts["name"]
         facts["live_state_dtype"] = self._live_dtype
-        canonical = json.dumps(["hybridkv.geometry/1", facts], sort_keys=True, separators=(",", ":"))
+        return json.loads(json.dumps(facts))
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the numbers (I9): sha256 over `facts`."""
+        canonical = json.dumps(["hybridkv.geometry/1", self.facts], sort_keys=True, separators=(",", ":"))
         return sha256(canonical.encode()).hexdigest()
 
     @property
