@@ -122,6 +122,17 @@ FOUND: dict[str, tuple[CacheSpec, list[tuple[Any, ...]]]] = {
             ("round", 1),
         ],
     ),
+    # HK-D4: without `hold_source`, a checkpoint that replay decode still reads is held until a chunk has ended behind it
+    "the checkpoint is read until the first end of a chunk": (
+        CacheSpec(
+            organization="s0",
+            pages=(9,),
+            shape=shape(window=True, chunk_tokens=4, grid_tokens=4),
+            decode="replay",
+            hold_source=False,
+        ),
+        [("admit", FIVE, None, None), ("commit", 0, None, 1), ("round", 1), ("round", 1)],
+    ),
     # HK-E2: without recurrent state a hit that was too dear was refused, where a miss would have fit
     "attention only: no fall-back to a miss": (
         CacheSpec(organization="s1", pages=(4,), shape=shape(groups=(1, 0))),
